@@ -1,0 +1,1 @@
+"""ort-delayed: ONNX Runtime models whose weights arrive when they are needed."""
