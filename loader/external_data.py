@@ -67,7 +67,7 @@ def set_external_data(
     """
     kept = [(e.key, e.value) for e in tensor.external_data if any(e.key.startswith(p) for p in keep)]
     for field in ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data"):
-        tensor.ClearField(field)  # type: ignore[arg-type]  # the stubs want a literal, each of these is a field
+        tensor.ClearField(field)
     del tensor.external_data[:]
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in [("location", location), ("offset", str(offset)), ("length", str(length)), *kept]:

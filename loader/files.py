@@ -72,8 +72,9 @@ def open_weights(path: str, *, within: Sequence[str] | None = None) -> int:
             reading: opening a FIFO or a device can block or have effects.
         OutsideDirectoryError: the file stands outside ``within``.
     """
-    fd = platform.open_checked(path, lambda found, real: _check(path, found, real, within), resolve=within is not None)
-    return fd
+    return platform.open_checked(
+        path, lambda found, real: _check(path, found, real, within), resolve=within is not None
+    )
 
 
 @contextmanager
