@@ -1,0 +1,70 @@
+"""External data of a model that ONNX Runtime gets as bytes: entries re-pointed below one common real directory.
+
+ONNX Runtime wants an external file's location to be relative and to stay, links resolved, inside one directory,
+which for a model given as bytes a session config entry names. A hub cache's snapshot directory holds links that lead
+out of it, so there the entries have to name the real files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import onnx
+
+from ort_delayed.graphs import iter_graphs, iter_nodes
+from ort_delayed.loader.external_data import ExternalDataError, has_external_data
+from ort_delayed.loader.files import confining_directories, is_inside
+
+__all__ = ["EXTERNAL_DIRECTORY_ENTRY", "external_tensors", "repoint_external_data"]
+
+EXTERNAL_DIRECTORY_ENTRY = "session.model_external_initializers_file_folder_path"
+"""The session config entry (onnxruntime_session_options_config_keys.h) that names the directory of external files."""
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model whose bytes stand in another file: initializers and attributes, bodies and functions."""
+    for graph in iter_graphs(model.graph):
+        yield from filter(has_external_data, graph.initializer)
+    lists = [model.graph.node, *(f.node for f in model.functions)]
+    for node in (n for nodes in lists for n in iter_nodes(nodes)):
+        for attribute in node.attribute:
+            if attribute.HasField("t") and has_external_data(attribute.t):
+                yield attribute.t
+
+
+def repoint_external_data(model: onnx.ModelProto, model_directory: str) -> str | None:
+    """Rewrite the locations of external data relative to the returned directory; None where there is no such data.
+
+    Args:
+        model: changed in place.
+        model_directory: absolute directory that the locations are relative to now.
+
+    Raises:
+        ExternalDataError: a location leads, links resolved, out of the model's directory (for a snapshot of a hub
+            cache: and of its repository's blobs), which ONNX Runtime does not allow either.
+    """
+    inside = confining_directories(model_directory)
+    entries: list[tuple[onnx.StringStringEntryProto, str]] = []
+    for tensor in external_tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entries.append((entry, _real_path(tensor.name, entry.value, model_directory, inside)))
+    if not entries:
+        return None
+    common = os.path.commonpath([inside[0], *(os.path.dirname(real) for _, real in entries)])
+    for entry, real in entries:
+        entry.value = os.path.relpath(real, common).replace(os.sep, "/")
+    return common
+
+
+def _real_path(name: str, location: str, model_directory: str, inside: tuple[str, ...]) -> str:
+    if not location or "\0" in location:
+        raise ExternalDataError(f"initializer '{name}': external data has no usable 'location', found {location!r}")
+    real = os.path.realpath(os.path.join(model_directory, location))
+    if os.path.isabs(location) or not is_inside(real, inside):
+        raise ExternalDataError(
+            f"initializer '{name}': external data must stand below the model's directory '{model_directory}', "
+            f"its location {location!r} leads to '{real}'"
+        )
+    return real

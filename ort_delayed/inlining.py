@@ -1,0 +1,138 @@
+"""Inlining the model-local functions that deliver or take delayed weights.
+
+ONNX Runtime inlines functions itself, but appends their nodes to the node list, which makes all delayed nodes of all
+calls run first. Inlined beforehand, they can be put where each loads right before its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+import onnx.inliner
+
+from ort_delayed.graphs import bodies, iter_graphs, iter_nodes
+from ort_delayed.ops.attributes import is_delayed
+
+__all__ = ["inline_delayed_functions"]
+
+FunctionId = tuple[str, str]
+_DETACHED = b"ort_delayed detached payload "
+_DETACH_BYTES = 4096
+
+
+def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with every function inlined that holds a delayed node, directly or not, or is given one's value.
+
+    The model itself is returned where there is none. Everything else, other functions included, stays as it was.
+    """
+    while wanted := _wanted(model):
+        imports = {o.domain for o in model.opset_import}
+        for function in model.functions:
+            if (function.domain, function.name) in wanted:
+                # What a function's nodes need, the graph that takes them in needs too.
+                for opset in function.opset_import:
+                    if opset.domain not in imports:
+                        imports.add(opset.domain)
+                        model.opset_import.add(domain=opset.domain, version=opset.version)
+        _complete_calls(model)
+        # The inliner is a C++ function that gets the model serialized: weights do not have to make that journey.
+        payloads = _detach(model)
+        inlined = onnx.inliner.inline_selected_functions(model, sorted(wanted))
+        _attach(model, payloads)
+        _attach(inlined, payloads)
+        model = inlined
+    return model
+
+
+def _wanted(model: onnx.ModelProto) -> set[FunctionId]:
+    functions = {(f.domain, f.name): f for f in model.functions}
+    if not functions:
+        return set()
+    wanted = _holding(functions.values())
+    called = {(n.domain, n.op_type) for n in _called_nodes(model)}
+    given = {
+        (n.domain, n.op_type)
+        for graph in iter_graphs(model.graph)
+        for n in _given_delayed_values(graph, functions.keys())
+    }
+    return (wanted | given) & called
+
+
+def _complete_calls(model: onnx.ModelProto) -> None:
+    """Give every call the defaults of the attributes that it leaves out: onnx's inliner does not know defaults."""
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions if f.attribute_proto}
+    for node in _called_nodes(model):
+        function = functions.get((node.domain, node.op_type, node.overload))
+        if function is not None:
+            given = {a.name for a in node.attribute}
+            node.attribute.extend(a for a in function.attribute_proto if a.name not in given)
+
+
+def _called_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    yield from iter_nodes(model.graph.node)
+    for function in model.functions:
+        yield from iter_nodes(function.node)
+
+
+def _holding(functions: Iterable[onnx.FunctionProto]) -> set[FunctionId]:
+    """Functions whose body, or the body of a function that it calls, holds a delayed node."""
+    functions = list(functions)
+    holding: set[FunctionId] = set()
+    grown = True
+    while grown:
+        grown = False
+        for function in functions:
+            key = (function.domain, function.name)
+            if key not in holding and any(
+                is_delayed(n) or (n.domain, n.op_type) in holding for n in iter_nodes(function.node)
+            ):
+                holding.add(key)
+                grown = True
+    return holding
+
+
+def _given_delayed_values(graph: onnx.GraphProto, functions: Iterable[FunctionId]) -> Iterator[onnx.NodeProto]:
+    """Calls, in a graph and its bodies, that get what a delayed node of it yields, or what hangs on that alone."""
+    keys = set(functions)
+    values: set[str] = set()
+    initializers = {t.name for t in graph.initializer}
+    for node in graph.node:  # in topological order, as ONNX demands
+        reads = [name for name in node.input if name]
+        if is_delayed(node) or (reads and values.issuperset(n for n in reads if n not in initializers)):
+            values.update(node.output)
+    for node in iter_nodes(graph.node):
+        if (node.domain, node.op_type) in keys and not values.isdisjoint(node.input):
+            yield node
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    for graph in iter_graphs(model.graph):
+        yield from graph.initializer
+    for node in _called_nodes(model):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+    for function in model.functions:
+        for node in function.node:
+            for body in bodies(node):
+                for graph in iter_graphs(body):
+                    yield from graph.initializer
+
+
+def _detach(model: onnx.ModelProto) -> list[bytes]:
+    payloads: list[bytes] = []
+    for tensor in _tensors(model):
+        if tensor.HasField("raw_data") and len(tensor.raw_data) >= _DETACH_BYTES:
+            payloads.append(tensor.raw_data)
+            tensor.raw_data = _DETACHED + str(len(payloads) - 1).encode()
+    return payloads
+
+
+def _attach(model: onnx.ModelProto, payloads: list[bytes]) -> None:
+    if not payloads:
+        return
+    for tensor in _tensors(model):
+        if tensor.HasField("raw_data") and tensor.raw_data.startswith(_DETACHED):
+            tensor.raw_data = payloads[int(tensor.raw_data[len(_DETACHED) :])]

@@ -1,0 +1,308 @@
+"""``InferenceSession``: onnxruntime's, for models whose weights are delayed; and ``prepare_model`` for plain sessions."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx
+import onnxruntime
+from google.protobuf.message import DecodeError
+
+from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
+from ort_delayed.library import register_custom_ops
+from ort_delayed.ops.attributes import OP_TYPE
+from ort_delayed.ops.errors import DelayedInitializerError, DelayedInitializerValueError
+from ort_delayed.ops.kernel import Binding
+from ort_delayed.preparing import GUARD_MARK, has_delayed_nodes, prepare
+from ort_delayed.run_threads import RunThreads
+
+__all__ = ["InferenceSession", "prepare_model"]
+
+_SCAN_BYTES = 16 << 20
+_FAILED_SHAPE = re.compile(r"[Ii]nput shape:\s*\{([0-9,]+)\}")
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxruntime has no type information
+    """An ``onnxruntime.InferenceSession`` that also runs models with ``ai.rt::DelayedInitializer`` nodes.
+
+    Every method works as onnxruntime documents it. A model without delayed nodes goes to ONNX Runtime untouched.
+
+    Args:
+        path_or_bytes: file name or serialized model, as for onnxruntime.
+        sess_options: session options, as for onnxruntime. They gain one registration of the custom-op library.
+        providers: execution providers, as for onnxruntime. Delayed initializers are yielded on the CPU.
+        provider_options: as for onnxruntime.
+        weights_dir: confines the model: no payload outside this directory, links resolved, is opened. For a model
+            given as bytes it is also what relative filenames are relative to (otherwise the working directory).
+        **kwargs: as for onnxruntime.
+
+    Raises:
+        DelayedInitializerError: a delayed node is not what the specification allows, or its ``cpu`` payload cannot be
+            read. The error is the natural built-in too (ValueError, FileNotFoundError, EOFError, ...). A run raises it
+            where a ``file`` payload cannot be read; the session stays usable.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str],
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        weights_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._source = path_or_bytes
+        self._weights_dir = weights_dir
+        self._binding: Binding | None = None
+        self._threads = RunThreads()
+        # Not at exit: there runs are waited for first (run_threads), and the process takes the rest with it.
+        weakref.finalize(self, self._threads.close).atexit = False
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        with self._bound(options) as model:
+            super().__init__(model, options, providers, provider_options, **kwargs)
+            self._forget_bytes()
+
+    def set_providers(
+        self,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Register execution providers; the underlying session is made again, from the model's source."""
+        with self._bound(self._sess_options_initial) as model:
+            if self._binding is not None:
+                self._model_path, self._model_bytes = None, model
+            super().set_providers(providers, provider_options)
+            self._forget_bytes()
+
+    def run(self, output_names: Any, input_feed: Any, run_options: onnxruntime.RunOptions | None = None) -> Any:
+        """Compute the predictions, as ``onnxruntime.InferenceSession.run``."""
+        return self._carry(super().run, lambda options: (output_names, input_feed, options), run_options)
+
+    def run_with_ort_values(
+        self, output_names: Any, input_dict_ort_values: Any, run_options: onnxruntime.RunOptions | None = None
+    ) -> Any:
+        """Compute the predictions, as ``onnxruntime.InferenceSession.run_with_ort_values``."""
+        return self._carry(
+            super().run_with_ort_values, lambda options: (output_names, input_dict_ort_values, options), run_options
+        )
+
+    def run_with_iobinding(self, iobinding: Any, run_options: onnxruntime.RunOptions | None = None) -> None:
+        """Compute the predictions, as ``onnxruntime.InferenceSession.run_with_iobinding``."""
+        self._carry(super().run_with_iobinding, lambda options: (iobinding, options), run_options)
+
+    def run_with_ortvaluevector(
+        self, run_options: Any, feed_names: Any, feeds: Any, fetch_names: Any, fetches: Any, fetch_devices: Any
+    ) -> None:
+        """Compute the predictions, as ``onnxruntime.InferenceSession.run_with_ortvaluevector``."""
+        self._carry(
+            super().run_with_ortvaluevector,
+            lambda options: (options, feed_names, feeds, fetch_names, fetches, fetch_devices),
+            run_options,
+        )
+
+    def run_async(
+        self, output_names: Any, input_feed: Any, callback: Any, user_data: Any, run_options: Any = None
+    ) -> None:
+        """Compute the predictions on a thread of ONNX Runtime, as ``onnxruntime.InferenceSession.run_async``.
+
+        Where a ``file`` payload cannot be read, the message that ``callback`` gets is that of the typed error.
+        """
+        if self._binding is None:
+            super().run_async(output_names, input_feed, callback, user_data, run_options)
+            return
+
+        def translated(results: Any, data: Any, message: str) -> None:
+            error = self._typed_error(message) if message else None
+            callback(results, data, message if error is None else str(error))
+
+        super().run_async(output_names, input_feed, translated, user_data, run_options)
+
+    def _carry(
+        self,
+        method: Callable[..., Any],
+        arguments: Callable[[onnxruntime.RunOptions], tuple[Any, ...]],
+        run_options: onnxruntime.RunOptions | None,
+    ) -> Any:
+        """Call a run method on a thread of ours, and raise what a failing op had to say."""
+        if self._binding is None:
+            return method(*arguments(run_options))
+        own = onnxruntime.RunOptions() if run_options is None else None
+        given = arguments(run_options if own is None else own)
+
+        def cancel() -> None:
+            # Options that the caller gave may serve other runs too: those are not ended, this one is waited for.
+            if own is not None:
+                own.terminate = True
+
+        try:
+            return self._threads.call(lambda: method(*given), cancel)
+        except Exception as failed:
+            error = self._typed_error(str(failed))
+            if error is None:
+                raise
+            raise error  # its cause is what the operating system said
+        finally:
+            self._binding.trim()
+
+    def _typed_error(self, message: str) -> DelayedInitializerError | None:
+        """The error behind ONNX Runtime's message about a failed run; None where it is not about a guard."""
+        if GUARD_MARK not in message or self._binding is None:
+            return None
+        for found in _FAILED_SHAPE.finditer(message):
+            dims = [int(d) for d in found.group(1).split(",")]
+            error = self._binding.take_error(dims[0] or dims[1])
+            if error is not None:
+                return error
+        return DelayedInitializerError(f"a delayed initializer could not be read: {message}")
+
+    @contextmanager
+    def _bound(self, options: onnxruntime.SessionOptions) -> Iterator[Any]:
+        """Prepare the model; while ONNX Runtime builds the session, the options name the external data's directory."""
+        binding, previous = Binding(), self._binding
+        try:
+            model, directory = _prepare_source(self._source, options, binding, self._weights_dir)
+            register_custom_ops(options)
+            with _external_directory(options, directory, is_path=not isinstance(model, bytes)):
+                self._binding = None if model is self._source else binding
+                yield model
+        except BaseException:
+            binding.close()
+            self._binding = previous
+            raise
+        if previous is not None:
+            previous.close()
+        weakref.finalize(self, binding.close).atexit = False
+
+    def _forget_bytes(self) -> None:
+        # onnxruntime's session object keeps the bytes for life; set_providers prepares the model again.
+        if self._binding is not None:
+            self._model_bytes = None
+
+
+def prepare_model(
+    model: str | bytes | os.PathLike[str],
+    sess_options: onnxruntime.SessionOptions,
+    *,
+    weights_dir: str | os.PathLike[str] | None = None,
+) -> bytes | str:
+    """What to hand to a plain ``onnxruntime.InferenceSession`` made with ``sess_options``.
+
+    For frameworks that make their sessions themselves. The options are bound to this model: they keep its payloads
+    alive, and where it has external data they name that data's directory, so use them for no other model. In a plain
+    session a failing read ends the run with onnxruntime's exception, which names node, file, offset and bytes needed;
+    the typed error is logged (logger ``ort_delayed``). A plain session runs Python ops on the caller's thread, where
+    Ctrl-C, an alarm whose handler raises, or the recursion limit can abort the process while a weight is being read;
+    only :class:`InferenceSession` can prevent that.
+
+    Args:
+        model: file name or serialized model.
+        sess_options: get the custom-op library registered, and are bound to this model.
+        weights_dir: as for :class:`InferenceSession`.
+
+    Returns:
+        The prepared model's bytes; for a model without delayed nodes what was given, a path as ``str``.
+
+    Raises:
+        DelayedInitializerError: as for constructing an :class:`InferenceSession`.
+    """
+    binding = Binding(log_failures=True)
+    try:
+        prepared, directory = _prepare_source(model, sess_options, binding, weights_dir)
+        register_custom_ops(sess_options)
+        if directory is not None:
+            sess_options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
+    except BaseException:
+        binding.close()
+        raise
+    weakref.finalize(sess_options, binding.close).atexit = False
+    return prepared if isinstance(prepared, bytes) else os.fspath(prepared)
+
+
+def _prepare_source(
+    source: str | bytes | os.PathLike[str],
+    options: onnxruntime.SessionOptions,
+    binding: Binding,
+    weights_dir: str | os.PathLike[str] | None,
+) -> tuple[Any, str | None]:
+    """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory."""
+    model = _load(source)
+    if model is None:
+        return source, None
+    if options.optimized_model_filepath:
+        raise DelayedInitializerValueError(
+            f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a model "
+            f"with {OP_TYPE} nodes holds handles that mean something in this session only, so it is not written"
+        )
+    confined = None if weights_dir is None else os.fspath(weights_dir)
+    if isinstance(source, bytes):
+        directory = os.path.abspath(confined or "")
+    else:
+        directory = os.path.dirname(os.path.abspath(source))
+    prepared = prepare(model, binding, model_directory=directory, weights_dir=confined)
+    del model
+    serialized = prepared.model.SerializeToString()
+    return serialized, prepared.external_directory
+
+
+def _load(source: str | bytes | os.PathLike[str]) -> onnx.ModelProto | None:
+    """The model, its external data not loaded; None where it has no delayed nodes, or is no ONNX model at all.
+
+    ONNX Runtime says what is wrong with what cannot be read or parsed.
+    """
+    if not isinstance(source, bytes) and not (isinstance(source, (str, os.PathLike)) and os.path.isfile(source)):
+        return None
+    try:
+        data = source if isinstance(source, bytes) else _read_if_it_mentions(source, OP_TYPE.encode())
+        if data is None or OP_TYPE.encode() not in data or data[4:8] == b"ORTM":
+            return None
+        model = onnx.ModelProto.FromString(data)
+    except (OSError, DecodeError, ValueError):
+        return None
+    return model if has_delayed_nodes(model) else None
+
+
+def _read_if_it_mentions(path: str | os.PathLike[str], text: bytes) -> bytes | None:
+    """The file's bytes if ``text`` occurs in them. A model that does not have it is never held in memory."""
+    with open(path, "rb") as file:
+        tail = b""
+        while piece := file.read(_SCAN_BYTES):
+            if text in tail + piece:
+                file.seek(0)
+                return file.read()
+            tail = piece[-len(text) :]
+    return None
+
+
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+@contextmanager
+def _external_directory(options: onnxruntime.SessionOptions, directory: str | None, *, is_path: bool) -> Iterator[None]:
+    """While a session is built, the options' entry for the directory of external data is this one.
+
+    The entry also redirects models that are loaded by path. It is put back, because the next model on the same options
+    would silently get this one's weights.
+    """
+    with _locks_lock:
+        lock = _locks.setdefault(options, threading.RLock())
+    with lock:
+        try:
+            previous = options.get_session_config_entry(EXTERNAL_DIRECTORY_ENTRY)
+        except RuntimeError:
+            previous = ""
+        if directory is None or directory == previous:
+            yield
+            return
+        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
+        try:
+            yield
+        finally:
+            options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)
