@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
 from collections.abc import Callable
 
 __all__ = ["open_checked", "read_at"]
+__all__ += ["give_back_pages", "peak_resident_bytes", "reset_peak_resident_bytes", "resident_bytes"]
 
 _Check = Callable[[os.stat_result, "str | None"], None]
 _seek_lock = threading.Lock()
@@ -55,3 +57,63 @@ else:
             data = os.read(fd, len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+if sys.platform == "linux":
+
+    def resident_bytes() -> int | None:
+        """Resident set size of this process in bytes, None if it cannot be measured."""
+        try:
+            with open("/proc/self/statm", "rb") as statm:
+                return int(statm.read().split()[1]) * mmap.PAGESIZE
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def peak_resident_bytes() -> int | None:
+        """The kernel's high-water mark of the resident set size in bytes, None where there is none."""
+        try:
+            with open("/proc/self/status", "rb") as status:
+                for line in status:
+                    if line.startswith(b"VmHWM:"):
+                        return int(line.split()[1]) << 10
+        except (OSError, IndexError, ValueError):
+            pass
+        return None
+
+    def reset_peak_resident_bytes() -> bool:
+        """Set the kernel's high-water mark back to what is resident now; False where that is not possible."""
+        try:
+            # Unbuffered, so that a refusal is an error here and not when the file is closed.
+            with open("/proc/self/clear_refs", "wb", buffering=0) as clear_refs:
+                clear_refs.write(b"5")
+        except OSError:
+            return False
+        return True
+
+else:
+
+    def resident_bytes() -> int | None:
+        """Resident set size of this process in bytes, None if it cannot be measured."""
+        import psutil
+
+        try:
+            return int(psutil.Process().memory_info().rss)
+        except psutil.Error:
+            return None
+
+    def peak_resident_bytes() -> int | None:
+        """None: a mark that can be set back is kept on Linux only."""
+        return None
+
+    def reset_peak_resident_bytes() -> bool:
+        """False: a mark that can be set back is kept on Linux only."""
+        return False
+
+
+def give_back_pages(mapping: mmap.mmap) -> None:
+    """Take a file mapping's pages out of this process; the next touch brings them back, with the same bytes.
+
+    Where the platform has no such call, closing the mapping does it.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,128 @@
+"""The RAM budget: how much incremental resident memory a piece of work may use, and what it means to exceed it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+__all__ = ["RamBudget", "RamBudgetExceeded", "RamProbeUnavailable", "format_bytes"]
+
+_MIB = 1 << 20
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": _MIB, "gib": 1 << 30, "tib": 1 << 40}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([A-Za-z]*)", re.ASCII)
+
+
+class RamProbeUnavailable(RuntimeError):  # noqa: N818  (a public name that callers catch)
+    """Resident memory cannot be measured, so a budget cannot be kept and no weights are read."""
+
+
+class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers catch)
+    """An operation took, or would take, more resident memory than its budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        observed_bytes: resident bytes above the baseline: now where something was requested, else the peak.
+        requested_bytes: further bytes that the operation needs; 0 if the budget was exceeded already.
+        operation: what was being done, as a phrase behind "while".
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, observed_bytes: int, requested_bytes: int = 0, operation: str = "operation"
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.observed_bytes = observed_bytes
+        self.requested_bytes = requested_bytes
+        self.operation = operation
+        needed = observed_bytes + requested_bytes
+        found = f"{format_bytes(observed_bytes)} of resident memory above the baseline"
+        if requested_bytes:
+            found += f" and {format_bytes(requested_bytes)} that are needed next make {format_bytes(needed)}"
+        super().__init__(
+            f"RAM budget exceeded while {operation}: {found}, the budget is {format_bytes(budget_bytes)}; "
+            f"the least budget that would do here is {needed} bytes"
+        )
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least budget, in bytes, that this operation would have passed with."""
+        return self.observed_bytes + self.requested_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are copied and sent between processes by calling the type with `args`, which are not ours.
+        return _rebuild, (self.budget_bytes, self.observed_bytes, self.requested_bytes, self.operation)
+
+
+def _rebuild(budget: int, observed: int, requested: int, operation: str) -> RamBudgetExceeded:
+    return RamBudgetExceeded(
+        budget_bytes=budget, observed_bytes=observed, requested_bytes=requested, operation=operation
+    )
+
+
+@dataclass(frozen=True)
+class RamBudget:
+    """Most bytes of resident memory that a piece of work may add to the process.
+
+    Attributes:
+        max_bytes: bytes above the resident set size at the start of the work; positive.
+
+    Raises:
+        ValueError: ``max_bytes`` is a bool, not a whole number, or not positive.
+    """
+
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_bytes", _whole(self.max_bytes, "bytes"))
+
+    @classmethod
+    def from_bytes(cls, max_bytes: int) -> RamBudget:
+        """A budget of ``max_bytes`` bytes."""
+        return cls(max_bytes)
+
+    @classmethod
+    def from_mib(cls, max_mib: float) -> RamBudget:
+        """A budget of ``max_mib`` mebibytes (2**20 bytes), rounded down to bytes."""
+        if isinstance(max_mib, bool) or not math.isfinite(max_mib) or max_mib <= 0:
+            raise ValueError(f"a RAM budget must be a positive number of MiB, found {max_mib!r}")
+        return cls(int(max_mib * _MIB))
+
+    @classmethod
+    def of(cls, budget: RamBudget | int) -> RamBudget:
+        """The budget itself, or the budget of that many bytes."""
+        return budget if isinstance(budget, RamBudget) else cls(budget)
+
+    @classmethod
+    def parse(cls, text: str) -> RamBudget:
+        """The budget that a text such as ``"192MiB"``, ``"1.5 GB"`` or ``"1000000"`` (bytes) names.
+
+        Raises:
+            ValueError: the text is not an amount with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
+        """
+        found = _AMOUNT.fullmatch(text.strip())
+        unit = _UNITS.get(found[2].lower()) if found else None
+        if found is None or unit is None:
+            raise ValueError(f"a RAM budget is an amount such as '192MiB', '1.5GB' or '1000000' bytes, found {text!r}")
+        return cls(int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit)
+
+
+def _whole(value: SupportsIndex | float, unit: str) -> int:
+    whole: int | None = None
+    if isinstance(value, float):
+        whole = int(value) if value.is_integer() else None
+    elif not isinstance(value, bool):
+        try:
+            whole = operator.index(value)
+        except TypeError:
+            whole = None
+    if whole is None or whole <= 0:
+        raise ValueError(f"a RAM budget must be a positive whole number of {unit}, found {value!r}")
+    return whole
+
+
+def format_bytes(count: int) -> str:
+    """``count`` bytes as a message says it: ``"17 bytes"``, ``"12.50 MiB"``."""
+    return f"{count / _MIB:.2f} MiB" if count >= _MIB // 10 else f"{count} bytes"
