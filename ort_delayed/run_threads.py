@@ -89,7 +89,9 @@ class RunThreads:
     """The threads of one session: as many as it had runs at once. They end when it is closed."""
 
     def __init__(self) -> None:
-        self._forget_threads()
+        self._pid = os.getpid()
+        self._idle: list[SimpleQueue[_Job | None]] = []
+        self._threads: list[tuple[SimpleQueue[_Job | None], threading.Thread]] = []
 
     def call(self, function: Callable[[], Any], cancel: Callable[[], None]) -> Any:
         """Call ``function`` on another thread, wait for it, and return its result or raise its exception.
@@ -126,7 +128,7 @@ class RunThreads:
 
     def _send(self, job: _Job) -> None:
         if self._pid != os.getpid():
-            self._forget_threads()  # a fork copies no threads
+            self._pid, self._idle, self._threads = os.getpid(), [], []  # a fork copies no threads
         try:
             job.mailbox = self._idle.pop()
         except IndexError:
@@ -137,11 +139,6 @@ class RunThreads:
             self._threads.append((job.mailbox, thread))
             thread.start()
         job.mailbox.put(job)
-
-    def _forget_threads(self) -> None:
-        self._pid = os.getpid()
-        self._idle: list[SimpleQueue[_Job | None]] = []
-        self._threads: list[tuple[SimpleQueue[_Job | None], threading.Thread]] = []
 
 
 def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]]) -> None:

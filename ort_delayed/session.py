@@ -1,30 +1,26 @@
-"""``InferenceSession``: onnxruntime's, for models whose weights are delayed; and ``prepare_model`` for plain sessions."""
+"""``InferenceSession``: onnxruntime's, for models whose weights are delayed; ``prepare_model`` for plain sessions."""
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import onnx
 import onnxruntime
-from google.protobuf.message import DecodeError
 
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.library import register_custom_ops
-from ort_delayed.ops.attributes import OP_TYPE
-from ort_delayed.ops.errors import DelayedInitializerError, DelayedInitializerValueError
+from ort_delayed.model_source import external_directory, prepare_source
+from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.preparing import GUARD_MARK, has_delayed_nodes, prepare
+from ort_delayed.preparing import GUARD_MARK
 from ort_delayed.run_threads import RunThreads
 
 __all__ = ["InferenceSession", "prepare_model"]
 
-_SCAN_BYTES = 16 << 20
 _FAILED_SHAPE = re.compile(r"[Ii]nput shape:\s*\{([0-9,]+)\}")
 
 
@@ -147,7 +143,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             error = self._typed_error(str(failed))
             if error is None:
                 raise
-            raise error  # its cause is what the operating system said
+            # Its cause is what the operating system said; onnxruntime's exception stays its context.
+            raise error  # noqa: B904
         finally:
             self._binding.trim()
 
@@ -167,9 +164,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         """Prepare the model; while ONNX Runtime builds the session, the options name the external data's directory."""
         binding, previous = Binding(), self._binding
         try:
-            model, directory = _prepare_source(self._source, options, binding, self._weights_dir)
+            model, directory = prepare_source(self._source, options, binding, self._weights_dir)
             register_custom_ops(options)
-            with _external_directory(options, directory, is_path=not isinstance(model, bytes)):
+            with external_directory(options, directory):
                 self._binding = None if model is self._source else binding
                 yield model
         except BaseException:
@@ -214,7 +211,7 @@ def prepare_model(
     """
     binding = Binding(log_failures=True)
     try:
-        prepared, directory = _prepare_source(model, sess_options, binding, weights_dir)
+        prepared, directory = prepare_source(model, sess_options, binding, weights_dir)
         register_custom_ops(sess_options)
         if directory is not None:
             sess_options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
@@ -223,86 +220,3 @@ def prepare_model(
         raise
     weakref.finalize(sess_options, binding.close).atexit = False
     return prepared if isinstance(prepared, bytes) else os.fspath(prepared)
-
-
-def _prepare_source(
-    source: str | bytes | os.PathLike[str],
-    options: onnxruntime.SessionOptions,
-    binding: Binding,
-    weights_dir: str | os.PathLike[str] | None,
-) -> tuple[Any, str | None]:
-    """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory."""
-    model = _load(source)
-    if model is None:
-        return source, None
-    if options.optimized_model_filepath:
-        raise DelayedInitializerValueError(
-            f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a model "
-            f"with {OP_TYPE} nodes holds handles that mean something in this session only, so it is not written"
-        )
-    confined = None if weights_dir is None else os.fspath(weights_dir)
-    if isinstance(source, bytes):
-        directory = os.path.abspath(confined or "")
-    else:
-        directory = os.path.dirname(os.path.abspath(source))
-    prepared = prepare(model, binding, model_directory=directory, weights_dir=confined)
-    del model
-    serialized = prepared.model.SerializeToString()
-    return serialized, prepared.external_directory
-
-
-def _load(source: str | bytes | os.PathLike[str]) -> onnx.ModelProto | None:
-    """The model, its external data not loaded; None where it has no delayed nodes, or is no ONNX model at all.
-
-    ONNX Runtime says what is wrong with what cannot be read or parsed.
-    """
-    if not isinstance(source, bytes) and not (isinstance(source, (str, os.PathLike)) and os.path.isfile(source)):
-        return None
-    try:
-        data = source if isinstance(source, bytes) else _read_if_it_mentions(source, OP_TYPE.encode())
-        if data is None or OP_TYPE.encode() not in data or data[4:8] == b"ORTM":
-            return None
-        model = onnx.ModelProto.FromString(data)
-    except (OSError, DecodeError, ValueError):
-        return None
-    return model if has_delayed_nodes(model) else None
-
-
-def _read_if_it_mentions(path: str | os.PathLike[str], text: bytes) -> bytes | None:
-    """The file's bytes if ``text`` occurs in them. A model that does not have it is never held in memory."""
-    with open(path, "rb") as file:
-        tail = b""
-        while piece := file.read(_SCAN_BYTES):
-            if text in tail + piece:
-                file.seek(0)
-                return file.read()
-            tail = piece[-len(text) :]
-    return None
-
-
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-@contextmanager
-def _external_directory(options: onnxruntime.SessionOptions, directory: str | None, *, is_path: bool) -> Iterator[None]:
-    """While a session is built, the options' entry for the directory of external data is this one.
-
-    The entry also redirects models that are loaded by path. It is put back, because the next model on the same options
-    would silently get this one's weights.
-    """
-    with _locks_lock:
-        lock = _locks.setdefault(options, threading.RLock())
-    with lock:
-        try:
-            previous = options.get_session_config_entry(EXTERNAL_DIRECTORY_ENTRY)
-        except RuntimeError:
-            previous = ""
-        if directory is None or directory == previous:
-            yield
-            return
-        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
-        try:
-            yield
-        finally:
-            options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)
