@@ -216,9 +216,11 @@ def loop_body() -> Example:
         [tensor("trip", [], TensorProto.INT64), tensor("condition", [], TensorProto.BOOL), tensor("state", ["n", 4])],
         [tensor("go_on", [], TensorProto.BOOL), tensor("next_state", ["n", 4])],
     )
-    node = helper.make_node("Loop", ["trips", "", "x"], ["y"], body=body)
+    # Without a condition, which the operator allows, onnx.reference makes no trip at all.
+    always = onnx.numpy_helper.from_array(np.array(True), "always")
+    node = helper.make_node("Loop", ["trips", "always", "x"], ["y"], body=body)
     inputs = [tensor("trips", [], TensorProto.INT64), tensor("x", ["n", 4])]
-    model = make_model([node], inputs, [tensor("y", ["n", 4])], name="loop_body")
+    model = make_model([node], inputs, [tensor("y", ["n", 4])], name="loop_body", initializers=[always])
     return Example("loop_body", model, {data: payload(values([4, 4], 5))})
 
 
