@@ -43,13 +43,16 @@ def confining_directories(directory: str) -> tuple[str, ...]:
     """The real directories that files of a model confined to ``directory`` may stand in.
 
     That is the directory itself, links resolved. A snapshot directory of a Hugging Face hub cache
-    (``REPO/snapshots/REVISION``) holds links to ``REPO/blobs``, so the blobs of the same repository are included.
+    (``REPO/snapshots/REVISION``) holds links to ``REPO/blobs``, also in its subdirectories, so the blobs of the same
+    repository are included.
     """
     real = os.path.realpath(directory)
-    parent, _ = os.path.split(real)
-    repository, snapshots = os.path.split(parent)
-    if snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
-        return (real, os.path.join(repository, "blobs"))
+    revision = real
+    while (parent := os.path.dirname(revision)) != revision:
+        repository, snapshots = os.path.split(parent)
+        if snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
+            return (real, os.path.join(repository, "blobs"))
+        revision = parent
     return (real,)
 
 

@@ -86,6 +86,7 @@ class PeakRamProbe:
         self._window: PeakWindow | None = None
         self._baseline: int | None = None
         self._peak = 0
+        self._stopped = False
         self._lock = threading.Lock()
         self._sampling = threading.Lock()
         self._stopping = threading.Event()
@@ -181,7 +182,7 @@ class PeakRamProbe:
             self.checkpoint("finishing")
             return self.report
         finally:
-            self._close_window()
+            self._finish()
 
     def __enter__(self) -> PeakRamProbe:
         self.start()
@@ -197,12 +198,12 @@ class PeakRamProbe:
 
     def abandon(self) -> None:
         """Stop behind a failure: take a last measurement if that is possible, and raise nothing."""
-        if not self.started:
+        if not self.started or self._stopped:
             return
         self._stop_polling()
         with contextlib.suppress(RamProbeUnavailable):  # what is already propagating matters more
             self._record(self._sample())
-        self._close_window()
+        self._finish()
 
     def _started_baseline(self) -> int:
         if self._baseline is None:
@@ -230,7 +231,8 @@ class PeakRamProbe:
         if mark is not None:
             self._record(mark)
 
-    def _close_window(self) -> None:
+    def _finish(self) -> None:
+        self._stopped = True
         if self._window is not None:
             self._window.close()
             self._take_mark()
