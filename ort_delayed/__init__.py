@@ -1,12 +1,16 @@
 """ort-delayed: ONNX Runtime models whose weights arrive when they are needed."""
 
+from ort_delayed.conversion_report import ConversionReport
+from ort_delayed.converting import convert_model
 from ort_delayed.library import get_library_path, register_custom_ops
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.session import InferenceSession, prepare_model
 
 __all__ = [
+    "ConversionReport",
     "DelayedInitializerError",
     "InferenceSession",
+    "convert_model",
     "get_library_path",
     "prepare_model",
     "register_custom_ops",
