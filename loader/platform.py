@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,8 @@ __all__ += ["give_back_pages", "peak_resident_bytes", "reset_peak_resident_bytes
 
 _Check = Callable[[os.stat_result, "str | None"], None]
 _seek_lock = threading.Lock()
+# O_NONBLOCK has no effect on regular files: a FIFO swapped in after the check does not block the process.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_checked(path: str, check: _Check, *, resolve: bool) -> int:
@@ -20,7 +23,8 @@ def open_checked(path: str, check: _Check, *, resolve: bool) -> int:
 
     ``real_path`` is the path of the object that is opened, links resolved, or None unless ``resolve``. On Linux the
     object is held by an ``O_PATH`` descriptor from before the check until it is open, so nothing can be swapped in
-    between, and nothing but an accepted object is ever opened for reading.
+    between, and nothing but an accepted object is ever opened for reading. Without ``resolve`` a regular file is
+    accepted as it is, and ``check`` has to refuse everything else.
     """
     if sys.platform == "linux" and resolve:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -30,12 +34,15 @@ def open_checked(path: str, check: _Check, *, resolve: bool) -> int:
             return os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(held)
-    # O_NONBLOCK (no effect on regular files): a FIFO swapped in after the check does not block the process.
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    check(os.stat(path), os.path.realpath(path) if resolve else None)
-    fd = os.open(path, flags)
+    # This runs once per weight and run: what is a regular file takes no other call than these three.
+    found = os.stat(path)
+    if resolve or not stat.S_ISREG(found.st_mode):
+        check(found, os.path.realpath(path) if resolve else None)
+    fd = os.open(path, _OPEN_FLAGS)
     try:
-        check(os.fstat(fd), os.path.realpath(path) if resolve else None)
+        found = os.fstat(fd)
+        if resolve or not stat.S_ISREG(found.st_mode):
+            check(found, os.path.realpath(path) if resolve else None)
     except BaseException:
         os.close(fd)
         raise
