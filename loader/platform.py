@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -10,7 +11,13 @@ import threading
 from collections.abc import Callable
 
 __all__ = ["open_checked", "read_at"]
-__all__ += ["give_back_pages", "peak_resident_bytes", "reset_peak_resident_bytes", "resident_bytes"]
+__all__ += [
+    "give_back_pages",
+    "peak_resident_bytes",
+    "release_free_memory",
+    "reset_peak_resident_bytes",
+    "resident_bytes",
+]
 
 _Check = Callable[[os.stat_result, "str | None"], None]
 _seek_lock = threading.Lock()
@@ -124,3 +131,17 @@ def give_back_pages(mapping: mmap.mmap) -> None:
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def release_free_memory() -> None:
+    """Have the C library give freed memory back to the system, where it can (glibc's ``malloc_trim``).
+
+    glibc keeps freed blocks of up to 32 MiB for later, which after a model has been parsed are most of its weights.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return
+    trim(ctypes.c_size_t(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import weakref
@@ -14,14 +15,17 @@ import onnxruntime
 from google.protobuf.message import DecodeError
 
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
+from ort_delayed.loader.reading import read_into
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.preparing import has_delayed_nodes, prepare
+from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
+from ort_delayed.skeletons import NotAModelError, Skeleton
 
-__all__ = ["external_directory", "prepare_source"]
+__all__ = ["external_directory", "leave_external_directory", "prepare_source"]
 
-_SCAN_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
+_MENTION = OP_TYPE.encode()
 
 
 def prepare_source(
@@ -31,52 +35,76 @@ def prepare_source(
     weights_dir: str | os.PathLike[str] | None,
 ) -> tuple[Any, str | None]:
     """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory."""
-    model = _load(source)
-    if model is None:
-        return source, None
-    if options.optimized_model_filepath:
-        raise DelayedInitializerValueError(
-            f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a model "
-            f"with {OP_TYPE} nodes holds handles that mean something in this session only, so it is not written"
-        )
     confined = None if weights_dir is None else os.fspath(weights_dir)
+
+    def prepared(model: onnx.ModelProto, directory: str) -> PreparedModel:
+        if options.optimized_model_filepath:
+            raise DelayedInitializerValueError(
+                f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a "
+                f"model with {OP_TYPE} nodes holds handles that mean nothing outside this session, so it is not written"
+            )
+        return prepare(model, binding, model_directory=directory, weights_dir=confined)
+
+    # What cannot be read or parsed goes to ONNX Runtime as it is, which says what is wrong with it.
     if isinstance(source, bytes):
-        directory = os.path.abspath(confined or "")
-    else:
-        directory = os.path.dirname(os.path.abspath(source))
-    prepared = prepare(model, binding, model_directory=directory, weights_dir=confined)
-    del model
-    serialized = prepared.model.SerializeToString()
-    return serialized, prepared.external_directory
-
-
-def _load(source: str | bytes | os.PathLike[str]) -> onnx.ModelProto | None:
-    """The model, its external data not loaded; None where it has no delayed nodes, or is no ONNX model at all.
-
-    ONNX Runtime says what is wrong with what cannot be read or parsed.
-    """
-    if not isinstance(source, bytes) and not (isinstance(source, (str, os.PathLike)) and os.path.isfile(source)):
-        return None
+        model = _parse(source) if _MENTION in source else None
+        if model is None or not has_delayed_nodes(model):
+            return source, None
+        made = prepared(model, os.path.abspath(confined or ""))
+        del model
+        return made.model.SerializeToString(), made.external_directory
+    if not isinstance(source, (str, os.PathLike)) or not _mentions_delayed_nodes(source):
+        return source, None
     try:
-        data = source if isinstance(source, bytes) else _read_if_it_mentions(source, OP_TYPE.encode())
-        if data is None or OP_TYPE.encode() not in data or data[4:8] == b"ORTM":
-            return None
-        model = onnx.ModelProto.FromString(data)
-    except (OSError, DecodeError, ValueError):
+        skeleton = Skeleton(source)
+    except (OSError, NotAModelError):
+        return source, None
+    with skeleton:
+        if not has_delayed_nodes(skeleton.model):
+            return source, None
+        made = prepared(skeleton.model, os.path.dirname(os.path.abspath(source)))
+        skeleton.model = made.model
+        return _serialized(skeleton), made.external_directory
+
+
+def _parse(data: bytes) -> onnx.ModelProto | None:
+    try:
+        model: onnx.ModelProto = onnx.ModelProto.FromString(data)
+    except DecodeError:
         return None
-    return model if has_delayed_nodes(model) else None
+    return model
 
 
-def _read_if_it_mentions(path: str | os.PathLike[str], text: bytes) -> bytes | None:
-    """The file's bytes if ``text`` occurs in them. A model that does not have it is never held in memory."""
-    with open(path, "rb") as file:
-        tail = b""
-        while piece := file.read(_SCAN_BYTES):
-            if text in tail + piece:
-                file.seek(0)
-                return file.read()
-            tail = piece[-len(text) :]
-    return None
+def _mentions_delayed_nodes(path: str | os.PathLike[str]) -> bool:
+    """Whether the op's name occurs in the file: a model without it is neither parsed nor held in memory."""
+    if not os.path.isfile(path):
+        return False
+    try:
+        with open(path, "rb", buffering=0) as file:
+            tail = b""
+            while piece := file.read(_PIECE_BYTES):
+                if _MENTION in piece or _MENTION in tail + piece[: len(_MENTION)]:
+                    return True
+                tail = piece[-len(_MENTION) :]
+    except OSError:
+        return False
+    return False
+
+
+def _serialized(skeleton: Skeleton) -> bytes:
+    """The prepared model's bytes. Its inline weights go from file to result, and are in memory once."""
+    out = io.BytesIO()
+    view = memoryview(bytearray(_PIECE_BYTES))
+    for piece in skeleton.pieces():
+        if isinstance(piece, bytes):
+            out.write(piece)
+            continue
+        for start in range(0, piece.nbytes, _PIECE_BYTES):
+            part = view[: min(_PIECE_BYTES, piece.nbytes - start)]
+            read_into(skeleton.fd, part, piece.offset + start)
+            out.write(part)
+    skeleton.check_unchanged()
+    return out.getvalue()
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
@@ -97,6 +125,8 @@ def external_directory(options: onnxruntime.SessionOptions, directory: str | Non
             previous = options.get_session_config_entry(EXTERNAL_DIRECTORY_ENTRY)
         except RuntimeError:
             previous = ""
+        if directory is None and _directories_of_prepared_models.get(options) == previous:
+            directory = ""  # what prepare_model left for another model; an empty entry is as good as none
         if directory is None or directory == previous:
             yield
             return
@@ -105,3 +135,12 @@ def external_directory(options: onnxruntime.SessionOptions, directory: str | Non
             yield
         finally:
             options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)
+
+
+_directories_of_prepared_models: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def leave_external_directory(options: onnxruntime.SessionOptions, directory: str) -> None:
+    """Set the entry for good, for a plain session that will be made later."""
+    options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
+    _directories_of_prepared_models[options] = directory

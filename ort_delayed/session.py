@@ -11,9 +11,9 @@ from typing import Any
 
 import onnxruntime
 
-from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.library import register_custom_ops
-from ort_delayed.model_source import external_directory, prepare_source
+from ort_delayed.loader import platform
+from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.preparing import GUARD_MARK
@@ -21,6 +21,7 @@ from ort_delayed.run_threads import RunThreads
 
 __all__ = ["InferenceSession", "prepare_model"]
 
+_WORTH_RELEASING = 16 << 20  # bytes of a model, inline weights included
 _FAILED_SHAPE = re.compile(r"[Ii]nput shape:\s*\{([0-9,]+)\}")
 
 
@@ -180,7 +181,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     def _forget_bytes(self) -> None:
         # onnxruntime's session object keeps the bytes for life; set_providers prepares the model again.
         if self._binding is not None:
-            self._model_bytes = None
+            size, self._model_bytes = len(self._model_bytes or b""), None
+            if size >= _WORTH_RELEASING:
+                platform.release_free_memory()
 
 
 def prepare_model(
@@ -214,7 +217,7 @@ def prepare_model(
         prepared, directory = prepare_source(model, sess_options, binding, weights_dir)
         register_custom_ops(sess_options)
         if directory is not None:
-            sess_options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, directory)
+            leave_external_directory(sess_options, directory)
     except BaseException:
         binding.close()
         raise
