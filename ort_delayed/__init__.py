@@ -4,6 +4,7 @@ from ort_delayed.conversion_report import ConversionReport
 from ort_delayed.converting import convert_model
 from ort_delayed.library import get_library_path, register_custom_ops
 from ort_delayed.ops.errors import DelayedInitializerError
+from ort_delayed.restoring import restore_model
 from ort_delayed.session import InferenceSession, prepare_model
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "get_library_path",
     "prepare_model",
     "register_custom_ops",
+    "restore_model",
 ]

@@ -36,11 +36,6 @@ class TensorReport:
     path: str | None = None
     offset: int | None = None
 
-    @property
-    def delayed(self) -> bool:
-        """Whether a conversion made it a delayed node, or it was one before."""
-        return self.kind == "delayed node" or self.action != "kept"
-
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
@@ -16,10 +17,9 @@ from ort_delayed.delayed_nodes import (
     plan_delayed_nodes,
     rename_files,
 )
-from ort_delayed.external_files import external_tensors
 from ort_delayed.graphs import NamePool
+from ort_delayed.kept_tensors import decision_report, inline_others, relocate
 from ort_delayed.loader.element_types import onnx_type_name
-from ort_delayed.loader.external_data import external_tensor, set_external_data
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.model_outputs import check_destination, write_outputs
 from ort_delayed.new_files import PendingDataFile
@@ -115,12 +115,12 @@ def convert_model(
             with PayloadReader(skeleton) as reader:
                 _apply(skeleton.model, scopes, decisions, data_name, load_device, reader)
                 if moved or copy:
-                    _inline_others(skeleton, decisions, reader)
+                    inline_others(skeleton, decisions, reader)
             rename_files(nodes, data_name)
 
         in_use = {c.stored.path for c in candidates if c.stored is not None} | {n.payload.path for n in nodes}
         data_name = write_outputs(skeleton, place, fill if layout.end else None, finish, in_use)
-        rows = [_decision_report(d, data_name) for d in decisions]
+        rows = [decision_report(d, data_name) for d in decisions]
         rows += [delayed_node_report(n, data_name) for n in nodes] + _other_constants(scopes)
         rows.sort(key=lambda row: row.action == "kept")
         data_path = os.path.join(place.directory, data_name) if data_name is not None else None
@@ -155,7 +155,7 @@ def _apply(
     delayed: dict[Scope, list[Decision]] = {scope: [] for scope in scopes}
     for decision in decisions:
         if decision.action == "kept":
-            _relocate(decision, data_name, reader)
+            relocate(decision, data_name, reader)
         else:
             delayed[decision.candidate.scope].append(decision)
     for scope, own in delayed.items():
@@ -168,6 +168,7 @@ def _put_nodes(scope: Scope, decisions: Sequence[Decision], data_name: str, load
     """Delayed nodes instead of initializers and Constant nodes, in front of the node list, in the given order."""
     constants = {n.output[0]: n for n in scope.nodes if n.op_type == "Constant" and len(n.output) == 1}
     initializers = {t.name: t for t in scope.graph.initializer} if scope.graph is not None else {}
+    occurrences = Counter(node.name for node in scope.nodes)
     for decision in decisions:
         candidate = decision.candidate
         new = make_node(
@@ -183,11 +184,15 @@ def _put_nodes(scope: Scope, decisions: Sequence[Decision], data_name: str, load
             node = constants[candidate.name]
             del node.attribute[:]
             node.op_type, node.domain = new.op_type, new.domain
+            # ONNX Runtime lets Constants share a name, since it keeps none of them as a node.
+            if node.name and occurrences[node.name] > 1:
+                node.name = names.fresh(node.name)
             node.attribute.extend(new.attribute)
         else:
             tensor = initializers[candidate.name]
             new.name = names.fresh(f"delayed {candidate.name}")
-            new.doc_string = tensor.doc_string
+            if tensor.HasField("doc_string"):
+                new.doc_string = tensor.doc_string
             new.metadata_props.extend(tensor.metadata_props)
             scope.nodes.append(new)
     if scope.graph is not None:
@@ -204,50 +209,6 @@ def _remove_initializers(graph: onnx.GraphProto, names: set[str]) -> None:
             graph.value_info.extend(graph.input[index] for index in gone)
         for index in reversed(gone):
             del values[index]
-
-
-def _relocate(decision: Decision, data_name: str, reader: PayloadReader) -> None:
-    """Keep an external tensor within reach of the new model."""
-    candidate, tensor = decision.candidate, decision.candidate.proto
-    if not isinstance(tensor, onnx.TensorProto) or candidate.stored is None:
-        return
-    if decision.inline:
-        _put_inline(tensor, reader.read(candidate.stored))
-    elif decision.offset is not None:
-        # Prepacked ranges belong to the file they were written for.
-        keep = ("prepacked_", "checksum") if decision.filename is not None else ()
-        location = decision.filename if decision.filename is not None else data_name
-        set_external_data(tensor, location, decision.offset, candidate.nbytes, keep=keep)
-
-
-def _inline_others(skeleton: Skeleton, decisions: Sequence[Decision], reader: PayloadReader) -> None:
-    """Put external values that are neither initializers nor Constants (a ConstantOfShape's value) into the model."""
-    known = {id(d.candidate.proto) for d in decisions}
-    for tensor in list(external_tensors(skeleton.model)):
-        if id(tensor) not in known:
-            _put_inline(tensor, reader.read(external_tensor(tensor, skeleton.directory)))
-
-
-def _put_inline(tensor: onnx.TensorProto, data: bytes) -> None:
-    tensor.raw_data = data
-    tensor.ClearField("data_location")
-    del tensor.external_data[:]
-
-
-def _decision_report(decision: Decision, data_name: str | None) -> TensorReport:
-    c = decision.candidate
-    reason, path, offset = c.keep or "", decision.filename, decision.offset
-    if decision.in_data_file:
-        path = data_name
-    if decision.action == "kept" and decision.inline:
-        reason += "; put into the model"
-    elif decision.action == "kept" and decision.in_data_file:
-        reason += "; copied to the data file as external data"
-    elif decision.action == "kept" and c.external and c.stored is not None and decision.offset is None:
-        path, offset = c.stored.path, c.stored.offset
-    return TensorReport(
-        c.name, c.scope.label, c.kind, c.element_type, c.shape, c.nbytes, decision.action, reason, path, offset
-    )
 
 
 def _other_constants(scopes: Sequence[Scope]) -> list[TensorReport]:
