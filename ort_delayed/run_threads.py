@@ -123,7 +123,7 @@ class RunThreads:
         for mailbox, _ in threads:
             mailbox.put(None)
         for _, thread in threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=5)
 
     def _send(self, job: _Job) -> None:
