@@ -145,3 +145,145 @@ def release_free_memory() -> None:
     except (OSError, AttributeError):
         return
     trim(ctypes.c_size_t(0))
+
+
+# --- Pages of file mappings that this process did not make itself ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileMapping:
+    """One range of addresses of this process that shows a file.
+
+    Attributes:
+        address: its first byte.
+        nbytes: its size, a multiple of the page size.
+        offset: the file's byte at ``address``.
+        path: the file, as the kernel names it (real path; unlinked files end with ``" (deleted)"``).
+    """
+
+    address: int
+    nbytes: int
+    offset: int
+    path: str
+
+
+if sys.platform == "linux":
+    _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
+    # PyDLL keeps the GIL: these calls are short, and a thread that watches memory must not lose the GIL to each.
+    _madvise = ctypes.PyDLL(None, use_errno=True).madvise
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _madvise.restype = ctypes.c_int
+    _OCTAL = re.compile(rb"\\([0-7]{3})")
+
+    def can_give_up_pages() -> bool:
+        """Whether pages of a file mapping can be taken out of the process, and mappings be listed."""
+        return os.path.exists("/proc/self/maps")
+
+    def give_up_pages(address: int, nbytes: int) -> None:
+        """Take pages of a *file* mapping out of this process; the next touch brings the file's bytes back.
+
+        Only for whole pages of a mapping of a file that nobody writes to: anonymous memory would lose its contents.
+        """
+        if _madvise(address, nbytes, _MADV_DONTNEED) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"madvise(MADV_DONTNEED) of {nbytes} bytes at {address:#x}: {os.strerror(code)}")
+
+    def map_by_small_pages(address: int, nbytes: int) -> None:
+        """Ask that a touch maps a few small pages and not a huge one. Advice only: without effect where unknown."""
+        _madvise(address, nbytes, _MADV_NOHUGEPAGE)
+
+    def drop_from_page_cache(fd: int, offset: int, nbytes: int) -> None:
+        """Ask the system to forget its cached pages of a range of a file. Pages that are mapped somewhere stay."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def file_mappings(paths: Collection[str]) -> list[FileMapping]:
+        """The mappings of this process that show one of ``paths`` (real paths)."""
+        found = []
+        with open("/proc/self/maps", "rb") as maps:
+            for line in maps:
+                fields = line.split(maxsplit=5)
+                if len(fields) < 6:
+                    continue
+                path = os.fsdecode(_OCTAL.sub(lambda m: bytes([int(m[1], 8)]), fields[5].rstrip(b"\n")))
+                if path in paths:
+                    start, _, end = fields[0].partition(b"-")
+                    address = int(start, 16)
+                    found.append(FileMapping(address, int(end, 16) - address, int(fields[2], 16), path))
+        return found
+
+    def available_memory_bytes() -> int | None:
+        """Bytes that this process could still have resident or cached, caches that can be reclaimed counted as free.
+
+        The least of what the system has and of what each memory control group that the process is in allows.
+        """
+        amounts = [_system_available(), *_control_group_available()]
+        known = [a for a in amounts if a is not None]
+        return min(known) if known else None
+
+    def _system_available() -> int | None:
+        try:
+            with open("/proc/meminfo", "rb") as meminfo:
+                for line in meminfo:
+                    if line.startswith(b"MemAvailable:"):
+                        return int(line.split()[1]) << 10
+        except (OSError, ValueError):
+            pass
+        return None
+
+    def _control_group_available() -> Iterator[int | None]:
+        try:
+            with open("/proc/self/cgroup") as groups:
+                lines = [line.rstrip("\n").split(":", 2) for line in groups]
+        except OSError:
+            return
+        for number, controllers, path in lines:
+            if "memory" in controllers.split(","):
+                root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            elif number == "0" and not controllers:
+                root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "")
+            else:
+                continue
+            # Inside a container the path may be that of the host: then the root is the group itself.
+            directory = root + path if os.path.isdir(root + path) else root
+            while directory.startswith(root):
+                yield _group_available(directory, *names)
+                directory = os.path.dirname(directory)
+
+    def _group_available(directory: str, limit: str, usage: str, prefix: str) -> int | None:
+        try:
+            with open(f"{directory}/{limit}") as file:
+                allowed = int(file.read())
+            with open(f"{directory}/{usage}") as file:
+                used = int(file.read())
+            with open(f"{directory}/memory.stat") as file:
+                stat = dict(line.split() for line in file)
+            cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        except (OSError, ValueError):  # no such controller; "max"
+            return None
+        return max(allowed - used + cached, 0)
+
+else:
+
+    def can_give_up_pages() -> bool:
+        """False: no such call is known to work here."""
+        return False
+
+    def give_up_pages(address: int, nbytes: int) -> None:
+        """Not possible here; see :func:`can_give_up_pages`."""
+        raise NotImplementedError
+
+    def map_by_small_pages(address: int, nbytes: int) -> None:
+        """Not known here: nothing is done."""
+
+    def drop_from_page_cache(fd: int, offset: int, nbytes: int) -> None:
+        """Not known here: nothing is done."""
+
+    def file_mappings(paths: Collection[str]) -> list[FileMapping]:
+        """None that can be found here."""
+        return []
+
+    def available_memory_bytes() -> int | None:
+        """What the system says is available, in bytes."""
+        import psutil
+
+        return int(psutil.virtual_memory().available)
