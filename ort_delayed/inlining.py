@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 import onnx
 import onnx.inliner
 
-from ort_delayed.graphs import bodies, iter_graphs, iter_nodes
+from ort_delayed.graphs import bodies, iter_graphs, iter_nodes, read_names
 from ort_delayed.ops.attributes import is_delayed
+from ort_delayed.ordering import order_nodes
 
 __all__ = ["inline_delayed_functions"]
 
@@ -46,17 +47,13 @@ def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _wanted(model: onnx.ModelProto) -> set[FunctionId]:
-    functions = {(f.domain, f.name): f for f in model.functions}
+    functions = {(f.domain, f.name) for f in model.functions}
     if not functions:
         return set()
-    wanted = _holding(functions.values())
+    wanted = _holding(model.functions)
     called = {(n.domain, n.op_type) for n in _called_nodes(model)}
-    given = {
-        (n.domain, n.op_type)
-        for graph in iter_graphs(model.graph)
-        for n in _given_delayed_values(graph, functions.keys())
-    }
-    return (wanted | given) & called
+    given = {(n.domain, n.op_type) for n in _given_delayed_values(model.graph, set(), set())}
+    return (wanted | (given & functions)) & called
 
 
 def _complete_calls(model: onnx.ModelProto) -> None:
@@ -92,18 +89,24 @@ def _holding(functions: Iterable[onnx.FunctionProto]) -> set[FunctionId]:
     return holding
 
 
-def _given_delayed_values(graph: onnx.GraphProto, functions: Iterable[FunctionId]) -> Iterator[onnx.NodeProto]:
-    """Calls, in a graph and its bodies, that get what a delayed node of it yields, or what hangs on that alone."""
-    keys = set(functions)
-    values: set[str] = set()
-    initializers = {t.name for t in graph.initializer}
-    for node in graph.node:  # in topological order, as ONNX demands
-        reads = [name for name in node.input if name]
-        if is_delayed(node) or (reads and values.issuperset(n for n in reads if n not in initializers)):
-            values.update(node.output)
-    for node in iter_nodes(graph.node):
-        if (node.domain, node.op_type) in keys and not values.isdisjoint(node.input):
+def _given_delayed_values(graph: onnx.GraphProto, constants: set[str], delayed: set[str]) -> Iterator[onnx.NodeProto]:
+    """Nodes, in a graph and its bodies, that get what a delayed node yields, or what hangs on such values alone.
+
+    ``constants`` are the names of the graphs around it that depend on no graph input, ``delayed`` those among them
+    that a delayed node has part in.
+    """
+    hidden = {i.name for i in graph.input}
+    delayed = delayed - hidden
+    order, constants = order_nodes(graph.node, (constants - hidden) | {t.name for t in graph.initializer})
+    for node in (graph.node[i] for i in order):
+        reads = read_names(node)
+        if is_delayed(node) or (reads <= constants and not reads.isdisjoint(delayed)):
+            delayed.update(node.output)
+    for node in graph.node:
+        if not delayed.isdisjoint(node.input):
             yield node
+        for body in bodies(node):
+            yield from _given_delayed_values(body, constants, delayed)
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import helper
 
 from ort_delayed.external_files import repoint_external_data
 from ort_delayed.graphs import NamePool, bodies, iter_nodes
 from ort_delayed.inlining import inline_delayed_functions
-from ort_delayed.loader.element_types import ElementType, onnx_type_name
+from ort_delayed.kernel_nodes import guard_name, guard_node, kernel_node, shape_constant, unknown_condition
+from ort_delayed.loader.element_types import ElementType, element_type_from_dtype, onnx_type_name
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, is_inside
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import (
@@ -41,14 +40,11 @@ from ort_delayed.ops.errors import (
     Payload,
     payload_error,
 )
-from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, Binding, kernel_op_type
+from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, Binding
 from ort_delayed.ops.payloads import FilePayload, HeldPayload, read_payload
 from ort_delayed.ordering import order_nodes
 
-__all__ = ["GUARD_MARK", "PreparedModel", "has_delayed_nodes", "prepare"]
-
-GUARD_MARK = "ort_delayed guard"
-"""Begins the name of every Reshape guard; ONNX Runtime's message about a failed run has that name in it."""
+__all__ = ["PreparedModel", "has_delayed_nodes", "prepare"]
 
 _DEFAULT_OPSET = 17  # for a model that imports no standard operators; the guards are some
 
@@ -77,6 +73,7 @@ class _Context:
     names: NamePool
     standard_opset: int
     held: dict[tuple[str, int, int, ElementType], npt.NDArray[np.generic]] = field(default_factory=dict)
+    false: str | None = None  # a value of the main graph: False, which ONNX Runtime does not know to be constant
 
 
 def has_delayed_nodes(model: onnx.ModelProto) -> bool:
@@ -112,6 +109,8 @@ def prepare(
         _import_opsets(model),
     )
     _prepare_graph(model.graph, frozenset(), context)
+    if context.false is not None:
+        model.graph.node.insert(0, _false_node(context.false, binding))
     return PreparedModel(model, repoint_external_data(model, model_directory))
 
 
@@ -173,14 +172,34 @@ def _prepare_graph(graph: onnx.GraphProto, outer_constants: frozenset[str], cont
     constants = outer_constants | {t.name for t in graph.initializer}
     # What a body takes as its inputs hides what the graphs around it call the same.
     order, known = order_nodes(nodes, constants - {i.name for i in graph.input if i.name in outer_constants})
+    arranged: list[onnx.NodeProto] = []
+    for node in (nodes[i] for i in (order if found else range(len(nodes)))):
+        below = [_prepare_graph(body, frozenset(known), context) for body in bodies(node)]
+        if any(below) and node.op_type == "If" and node.input:
+            arranged.append(_hide_condition(node, context))
+        arranged.append(node)
+        found |= any(below)
     if found:
-        arranged = [nodes[i] for i in order]
         del graph.node[:]
         graph.node.extend(arranged)
-    for node in graph.node:
-        for body in bodies(node):
-            found |= _prepare_graph(body, frozenset(known), context)
     return found
+
+
+def _hide_condition(node: onnx.NodeProto, context: _Context) -> onnx.NodeProto:
+    if context.false is None:
+        context.false = context.names.fresh("ort_delayed/false")
+    condition = context.names.fresh(f"{node.input[0]}/at_run")
+    unknown = unknown_condition(node.input[0], context.false, condition)
+    node.input[0] = condition
+    return unknown
+
+
+def _false_node(output: str, binding: Binding) -> onnx.NodeProto:
+    element_type = element_type_from_dtype(np.dtype(np.bool_))
+    assert element_type is not None
+    payload = Payload("the condition of an If", "", 0, 1)
+    handle = binding.add(HeldPayload(element_type, (), np.zeros(1, np.bool_)), payload)
+    return kernel_node(element_type, handle, output, name=output)
 
 
 def _replace(
@@ -198,46 +217,19 @@ def _replace(
         _check_declaration(declared[output], attributes, where)
     handle, payload = _bind(attributes, where, output, context)
     raw = context.names.fresh(f"{output}/unchecked")
-    kernel = onnx.NodeProto(
-        op_type=kernel_op_type(attributes.element_type), domain=DOMAIN, name=node.name, doc_string=node.doc_string
-    )
-    kernel.output.append(raw)
-    kernel.attribute.append(helper.make_attribute(HANDLE_ATTRIBUTE, handle))
+    kernel = kernel_node(attributes.element_type, handle, raw, name=node.name)
+    kernel.doc_string = node.doc_string
     kernel.metadata_props.extend(node.metadata_props)
-    guard = onnx.NodeProto(op_type="Reshape", name=context.names.fresh(_guard_name(payload)))
-    guard.input.append(raw)
-    guard.output.append(output)
-    if context.standard_opset < 5:
-        guard.attribute.append(helper.make_attribute("shape", attributes.shape, attr_type=onnx.AttributeProto.INTS))
-    else:
+    shape_name = None
+    if context.standard_opset >= 5:
         if attributes.shape not in shapes:
             shapes[attributes.shape] = context.names.fresh(f"shape/{'x'.join(map(str, attributes.shape))}")
-            yield _shape_constant(shapes[attributes.shape], attributes.shape)
-        guard.input.append(shapes[attributes.shape])
-        if context.standard_opset >= 14 and 0 in attributes.shape:
-            guard.attribute.append(helper.make_attribute("allowzero", 1))
+            yield shape_constant(shapes[attributes.shape], attributes.shape)
+        shape_name = shapes[attributes.shape]
+    name = context.names.fresh(guard_name(payload))
+    guard = guard_node(raw, output, attributes.shape, shape_name, name=name, opset=context.standard_opset)
     yield kernel
     yield guard
-
-
-def _shape_constant(name: str, shape: Sequence[int]) -> onnx.NodeProto:
-    # A Constant node, not an initializer: before IR version 4 every initializer had to be a graph input as well.
-    value = onnx.TensorProto(
-        data_type=onnx.TensorProto.INT64, dims=[len(shape)], raw_data=np.array(shape, "<i8").tobytes()
-    )
-    constant = onnx.NodeProto(op_type="Constant", name=name)
-    constant.output.append(name)
-    constant.attribute.append(helper.make_attribute("value", value))
-    return constant
-
-
-def _guard_name(payload: Payload) -> str:
-    text = (
-        f"{GUARD_MARK} of {payload.node}, file '{payload.path}', offset {payload.offset}, {payload.nbytes} bytes "
-        "needed (input shape {0,N,F}: the read failed with error N after F bytes)"
-    )
-    # The name ends up in messages, in profiles (JSON) and in dot files.
-    return re.sub(r"[^\x20-\x7e]", "?", text).replace("\\", "/").replace('"', "'")
 
 
 def _check_declaration(value: onnx.ValueInfoProto, attributes: Attributes, where: str) -> None:

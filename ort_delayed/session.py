@@ -11,12 +11,12 @@ from typing import Any
 
 import onnxruntime
 
+from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import register_custom_ops
 from ort_delayed.loader import platform
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.preparing import GUARD_MARK
 from ort_delayed.run_threads import RunThreads
 
 __all__ = ["InferenceSession", "prepare_model"]
