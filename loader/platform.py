@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 __all__ = ["open_checked", "read_at"]
+__all__ += ["FileMapping", "available_memory_bytes", "can_give_up_pages", "drop_from_page_cache", "file_mappings"]
+__all__ += ["give_up_pages", "map_by_small_pages"]
 __all__ += [
     "give_back_pages",
     "peak_resident_bytes",
