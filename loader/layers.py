@@ -7,27 +7,28 @@ order depends on nothing else: not on the shards, the index, the locale or the h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
 __all__ = ["LayerGroup", "LayerGroupSpec", "group_names", "group_tensors", "natural_key"]
 
-# Components before a number that make it the number of a layer: `encoder.layer.3`, `model.layers.3`, `h.3`, `block.3`.
-_CONTAINERS = {"layer", "layers", "block", "blocks", "h"}
+# A number is a layer's behind one of these components: `encoder.layer.3`, `model.layers.3`, `h.3`, `block.3`.
+_LAYER = re.compile(
+    r"(?:^|\.)(?P<container>layers?|blocks?|h)\.(?P<number>[0-9]{1,9})(?=\.|$)", re.IGNORECASE | re.ASCII
+)
 _EMBEDDINGS = {"wte", "wpe", "shared"}
 _HEADS = {"cls", "embed_out", "head", "heads", "qa_outputs", "score"}
 _HEAD_PARTS = ("classifier", "classification_head", "lm_head")
 # Last components that are parameters of the module before them.
 _PARAMETERS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked"}
 _PARAMETERS |= {"weight_scale", "weight_scale_inv", "input_scale", "qweight", "qzeros", "scales", "g_idx"}
-_LAYER_NUMBER = re.compile(r"[0-9]{1,9}")
 _DIGITS = re.compile(r"([0-9]+)")
 
 _FIRST, _NUMBERED, _REST, _LAST = range(4)
-_Stack = tuple[str, ...]
 # Text and numbers in turn, text first, so that two keys always compare like with like.
 _NaturalKey = tuple["tuple[int, str] | str", ...]
 _Order = tuple[int, int, _NaturalKey, int, _NaturalKey, str]
@@ -90,13 +91,15 @@ def group_tensors(tensors: Iterable[TensorOnDisk], layers_per_group: int = 1) ->
 
 def group_names(names: Iterable[str], layers_per_group: int = 1) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The layer groups of tensor ``names``: pairs of the group's name and its tensors' names, both in order."""
-    places = {name: _place(name) for name in names}
-    labels = _label_stacks({p.stack for p in places.values() if p.kind == _NUMBERED})
+    by_place: dict[_Place, list[str]] = {}
+    for name in names:
+        by_place.setdefault(_place(name), []).append(name)
+    labels = _label_stacks({place.stack for place in by_place if place.kind == _NUMBERED})
     members: dict[str, list[str]] = {}
     order: dict[str, _Order] = {}
-    for name, place in places.items():
+    for place, placed in by_place.items():
         group, key = _group(place, labels)
-        members.setdefault(group, []).append(name)
+        members.setdefault(group, []).extend(placed)
         order[group] = min(order.get(group, key), key)
     ordered = sorted(members, key=order.__getitem__)
     joined = []
@@ -107,31 +110,31 @@ def group_names(names: Iterable[str], layers_per_group: int = 1) -> tuple[tuple[
     return tuple(joined)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor belongs: its kind, and for numbered layers the stack (components before the number)."""
+class _Place(NamedTuple):
+    """Where a tensor belongs: its kind, and for numbered layers the stack (lower-case path before the number)."""
 
     kind: int
-    stack: _Stack = ()
+    stack: str = ""
     number: int = 0
     module: str = ""
 
 
 def _place(name: str) -> _Place:
-    components = name.replace("/", ".").strip(".").split(".")
-    lowered = [c.lower() for c in components]
-    for i in range(len(components) - 1):
-        if lowered[i] in _CONTAINERS and _LAYER_NUMBER.fullmatch(lowered[i + 1]):
-            # The layers of a head (`classifier.layers.0`) are no stack of the model.
-            if i > 0 and _is_head(lowered[i - 1]):
-                return _Place(_LAST)
-            return _Place(_NUMBERED, tuple(lowered[: i + 1]), int(lowered[i + 1]))
-    for component in lowered:
+    path = name.replace("/", ".").strip(".")
+    numbered = _LAYER.search(path)
+    if numbered is not None:
+        stack = path[: numbered.end("container")].lower()
+        # The layers of a head (`classifier.layers.0`) are no stack of the model.
+        if _is_head(stack.split(".")[-2] if "." in stack else ""):
+            return _Place(_LAST)
+        return _Place(_NUMBERED, stack, int(numbered["number"]))
+    components = path.split(".")
+    for component in path.lower().split("."):
         if _is_head(component):
             return _Place(_LAST)
         if "embed" in component or component in _EMBEDDINGS:
             return _Place(_FIRST)
-    if len(components) > 1 and lowered[-1] in _PARAMETERS:
+    if len(components) > 1 and components[-1].lower() in _PARAMETERS:
         components.pop()
     return _Place(_REST, module=".".join(components))
 
@@ -140,7 +143,7 @@ def _is_head(component: str) -> bool:
     return component in _HEADS or any(part in component for part in _HEAD_PARTS)
 
 
-def _group(place: _Place, labels: dict[_Stack, tuple[int, str]]) -> tuple[str, _Order]:
+def _group(place: _Place, labels: Mapping[str, tuple[int, str]]) -> tuple[str, _Order]:
     if place.kind == _FIRST:
         return "embeddings", (_FIRST, 0, (), 0, (), "")
     if place.kind == _LAST:
@@ -151,29 +154,33 @@ def _group(place: _Place, labels: dict[_Stack, tuple[int, str]]) -> tuple[str, _
     return place.module, (_REST, 0, (), 0, *natural_key(place.module))
 
 
-def _label_stacks(stacks: set[_Stack]) -> dict[_Stack, tuple[int, str]]:
+def _label_stacks(stacks: set[str]) -> dict[str, tuple[int, str]]:
     """What goes before ``layer-0000`` for each stack, with its rank: nothing where a model has but one stack."""
     merged = {stack: _longest_form(stack, stacks) for stack in stacks}
     distinct = sorted(set(merged.values()))
     if len(distinct) == 1:
         return dict.fromkeys(stacks, (0, ""))
-    sides = [_side(stack) for stack in distinct]
-    labels: dict[_Stack, tuple[int, str]] = {}
-    for stack, (rank, side) in zip(distinct, sides, strict=True):
-        unique = side and [s for _, s in sides].count(side) == 1
-        labels[stack] = (rank, f"{side if unique else '.'.join(stack[:-1]) or stack[-1]}-")
+    sides = [side for _, side in map(_side, distinct)]
+    labels: dict[str, tuple[int, str]] = {}
+    for stack in distinct:
+        rank, side = _side(stack)
+        prefix, _, container = stack.rpartition(".")
+        label = side if side and sides.count(side) == 1 else prefix or container
+        labels[stack] = (rank, f"{label}-")
     return {stack: labels[form] for stack, form in merged.items()}
 
 
-def _longest_form(stack: _Stack, stacks: set[_Stack]) -> _Stack:
+def _longest_form(stack: str, stacks: set[str]) -> str:
     # Exporters write `encoder.layer.0` for a computed value beside `bert.encoder.layer.0` for a parameter: one stack.
-    longer = [s for s in stacks if len(s) > len(stack) > 1 and s[-len(stack) :] == stack and _side(s) == _side(stack)]
+    if "." not in stack:
+        return stack
+    longer = [s for s in stacks if s.endswith("." + stack) and _side(s) == _side(stack)]
     return longer[0] if len(longer) == 1 else stack
 
 
-def _side(stack: Sequence[str]) -> tuple[int, str]:
+def _side(stack: str) -> tuple[int, str]:
     """Encoders before everything else, decoders behind; the first component that says so decides."""
-    for component in stack:
+    for component in stack.split("."):
         if component.endswith("encoder"):
             return 0, "encoder"
         if component.endswith("decoder"):

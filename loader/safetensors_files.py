@@ -49,7 +49,7 @@ class SafetensorsIndex:
 
     path: str
     shard_of: Mapping[str, str]
-    total_size: int | None
+    total_size: int | float | None
 
 
 def read_shard(
@@ -167,7 +167,9 @@ def read_index(
         shard_of[name] = shards[location]
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return SafetensorsIndex(path, shard_of, total if isinstance(total, int) and total > 0 else None)
+    # Some writers leave a float. What is no number of bytes at all says nothing about the shards.
+    usable = isinstance(total, int | float) and not isinstance(total, bool) and total > 0
+    return SafetensorsIndex(path, shard_of, total if usable else None)
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

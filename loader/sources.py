@@ -36,7 +36,7 @@ class DiscoveredWeights:
     Attributes:
         source: the file that was selected, or the directory where the shards of a directory are meant.
         source_format: ``"safetensors"`` or ``"onnx-external-data"``.
-        tensors: every tensor, in natural order of the names.
+        tensors: every tensor, in the order of the source; the layer groups sort them.
         identities: each weight file as it was when it was discovered, by the path that the tensors name.
         within: real directories that the files must stand in, None for a single file that was named itself.
     """
@@ -136,8 +136,7 @@ def discover_weights(source: Path, *, probe: PeakRamProbe | None = None) -> Disc
         )
     if not found.tensors:
         raise ShardFormatError(f"there are no weights in '{selected}'{_constants_hint(found)}")
-    ordered = tuple(sorted(found.tensors, key=lambda t: natural_key(t.name)))
-    return DiscoveredWeights(found.source, found.source_format, ordered, found.identities, found.within)
+    return found
 
 
 def _constants_hint(found: DiscoveredWeights) -> str:
