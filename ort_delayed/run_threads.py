@@ -11,11 +11,14 @@ import atexit
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["RunThreads"]
+
+_STARTED_AT_ONCE = max(2, os.cpu_count() or 1)
 
 
 class _Job:
@@ -52,11 +55,17 @@ class _Job:
                 self.is_over = True
                 self.over.release()
 
+    def withdraw(self) -> bool:
+        """Make sure that the job never starts; False where it has started."""
+        if not self.claim.acquire(blocking=False):
+            return False
+        if self.mailbox is not None:
+            self.mailbox.put(self)  # wakes the thread that was taken for it; it finds the job claimed, and rests
+        return True
+
     def give_up(self) -> None:
         """After an interruption: make sure that the job never starts, or cancel it and wait until it is over."""
-        if self.claim.acquire(blocking=False):
-            if self.mailbox is not None:
-                self.mailbox.put(self)  # wakes the thread that was taken for it; it finds the job claimed, and rests
+        if self.withdraw():
             return
         while not self.is_over:
             try:
@@ -89,9 +98,15 @@ class RunThreads:
     """The threads of one session: as many as it had runs at once. They end when it is closed."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
         self._pid = os.getpid()
         self._idle: list[SimpleQueue[_Job | None]] = []
         self._threads: list[tuple[SimpleQueue[_Job | None], threading.Thread]] = []
+        self._waiting: deque[_Job] = deque()
+        self._serving = 0  # threads that take jobs from those that wait
 
     def call(self, function: Callable[[], Any], cancel: Callable[[], None]) -> Any:
         """Call ``function`` on another thread, wait for it, and return its result or raise its exception.
@@ -115,6 +130,40 @@ class RunThreads:
                 del job
         return job.result
 
+    def start(self, function: Callable[[], None], cancel: Callable[[], None]) -> None:
+        """Call ``function`` on another thread and do not wait for it; only the end of the interpreter does.
+
+        No more than one per CPU run at once, the others wait: each may hold a weight. What the function refers to is
+        let go of on that thread.
+        """
+        job = _Job(function, cancel)
+        del function
+        self._forget_threads_of_a_parent()
+        self._waiting.append(job)
+        with self._lock:
+            if self._serving >= _STARTED_AT_ONCE:
+                return
+            self._serving += 1
+        server = _Job(self._serve_waiting, lambda: None)
+        try:
+            self._send(server)
+        except BaseException:
+            if server.withdraw():
+                with self._lock:
+                    self._serving -= 1
+                job.withdraw()
+            raise
+
+    def _serve_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._serving -= 1
+                    return
+                job = self._waiting.popleft()
+            job.execute(lambda: None)
+            del job
+
     def close(self) -> None:
         """End the threads and wait until they have ended, unless it is one of them that closes."""
         if self._pid != os.getpid():
@@ -127,8 +176,7 @@ class RunThreads:
                 thread.join(timeout=5)
 
     def _send(self, job: _Job) -> None:
-        if self._pid != os.getpid():
-            self._pid, self._idle, self._threads = os.getpid(), [], []  # a fork copies no threads
+        self._forget_threads_of_a_parent()
         try:
             job.mailbox = self._idle.pop()
         except IndexError:
@@ -139,6 +187,10 @@ class RunThreads:
             self._threads.append((job.mailbox, thread))
             thread.start()
         job.mailbox.put(job)
+
+    def _forget_threads_of_a_parent(self) -> None:
+        if self._pid != os.getpid():
+            self._start_afresh()  # a fork copies no threads
 
 
 def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,19 +109,33 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     def run_async(
         self, output_names: Any, input_feed: Any, callback: Any, user_data: Any, run_options: Any = None
     ) -> None:
-        """Compute the predictions on a thread of ONNX Runtime, as ``onnxruntime.InferenceSession.run_async``.
+        """Compute the predictions on another thread, as ``onnxruntime.InferenceSession.run_async``.
 
-        Where a ``file`` payload cannot be read, the message that ``callback`` gets is that of the typed error.
+        Where a ``file`` payload cannot be read, the message that ``callback`` gets is that of the typed error. The
+        thread is one of ours, not of ONNX Runtime's pool, so this works with a pool of one thread too, the run may
+        outlive the last reference to the session, and the interpreter waits for it before it ends.
         """
         if self._binding is None:
             super().run_async(output_names, input_feed, callback, user_data, run_options)
             return
+        self._validate_input(list(input_feed))
+        method, feed, binding = super().run, dict(input_feed), self._binding
+        own = onnxruntime.RunOptions() if run_options is None else None
 
-        def translated(results: Any, data: Any, message: str) -> None:
-            error = self._typed_error(message) if message else None
-            callback(results, data, message if error is None else str(error))
+        def run() -> None:
+            message, results = "", []
+            try:
+                results = method(output_names, feed, run_options if own is None else own)
+            except Exception as failed:
+                message = str(self._typed_error(str(failed)) or failed)
+            binding.trim()
+            try:
+                callback(results, user_data, message)
+            except BaseException:
+                # Nobody waits who could get it; it is reported as of any thread.
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
-        super().run_async(output_names, input_feed, translated, user_data, run_options)
+        self._threads.start(run, lambda: _terminate(own))
 
     def _carry(
         self,
@@ -133,13 +149,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         own = onnxruntime.RunOptions() if run_options is None else None
         given = arguments(run_options if own is None else own)
 
-        def cancel() -> None:
-            # Options that the caller gave may serve other runs too: those are not ended, this one is waited for.
-            if own is not None:
-                own.terminate = True
-
         try:
-            return self._threads.call(lambda: method(*given), cancel)
+            return self._threads.call(lambda: method(*given), lambda: _terminate(own))
         except Exception as failed:
             error = self._typed_error(str(failed))
             if error is None:
@@ -184,6 +195,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             size, self._model_bytes = len(self._model_bytes or b""), None
             if size >= _WORTH_RELEASING:
                 platform.release_free_memory()
+
+
+def _terminate(own: onnxruntime.RunOptions | None) -> None:
+    # Options that the caller gave may serve other runs too: those are not ended, the one run is waited for.
+    if own is not None:
+        own.terminate = True
 
 
 def prepare_model(
