@@ -26,7 +26,8 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection may give an array back at any moment, also while its thread holds the lock.
+        self._lock = threading.RLock()
         self._idle: list[mmap.mmap] = []
         self._lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
 
@@ -53,7 +54,10 @@ class BufferPool:
                 if nbytes <= len(buffer) <= max(4 * nbytes, _KEEP_BYTES):
                     return self._idle.pop(index)
             self._idle.clear()
-        return mmap.mmap(-1, nbytes)
+        try:
+            return mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes} bytes can be mapped") from error
 
     def _give_back(self, key: int, buffer: mmap.mmap) -> None:
         self._lent.pop(key, None)

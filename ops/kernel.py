@@ -7,6 +7,7 @@ and one attribute: an unguessable number under which this table has the payload.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -156,7 +157,9 @@ def _failure(element_type: ElementType, entry: _Entry | None, cause: BaseExcepti
         return _Result((0, 0), np.empty(0, element_type.dtype))
     error = payload_error(entry.payload, cause)
     if entry.binding.log_failures:
-        _log.error("%s", error)
+        # Whatever a handler or a filter of the application raises, the error itself must get through.
+        with contextlib.suppress(BaseException):
+            _log.error("%s", error)
     error_id = entry.binding.keep(error)
     shape: tuple[int, ...] = (0, error_id, error.found_bytes or 0)
     if 0 in entry.source.shape:

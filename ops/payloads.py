@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ort_delayed.loader.element_types import ElementType
 from ort_delayed.loader.files import open_weights
-from ort_delayed.loader.reading import read_into
+from ort_delayed.loader.reading import ShortReadError, read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.buffers import BufferPool
 
@@ -66,21 +66,29 @@ class FilePayload:
 
     def elements(self, pool: BufferPool) -> npt.NDArray[np.generic]:
         """Read the elements from the file."""
-        return read_payload(self.tensor, self.within, pool.lend(self.tensor.nbytes))
+        return read_payload(self.tensor, self.within, pool.lend)
 
 
 def read_payload(
-    tensor: TensorOnDisk, within: Sequence[str] | None, buffer: npt.NDArray[np.uint8]
+    tensor: TensorOnDisk, within: Sequence[str] | None, lend: Callable[[int], npt.NDArray[np.uint8]]
 ) -> npt.NDArray[np.generic]:
-    """Fill ``buffer`` (``tensor.nbytes`` bytes) from the tensor's file and return it as a flat array of its elements.
+    """Read the tensor's bytes from its file and return them as a flat array of its elements.
+
+    ``lend`` gives the buffer. It is asked only when the file is there and long enough: what a node claims to need may
+    be no number of bytes that anybody has.
 
     Raises:
         OSError, ShortReadError: as :func:`open_weights` and :func:`read_into` do.
+        MemoryError: as ``lend`` does.
     """
     dtype = tensor.element_type.dtype
     assert dtype is not None  # packed types never become payloads: the op's specification does not allow them
     fd = open_weights(tensor.path, within=within)
     try:
+        held = max(0, os.fstat(fd).st_size - tensor.offset)
+        if held < tensor.nbytes:
+            raise ShortReadError(tensor.offset, tensor.nbytes, held)
+        buffer = lend(tensor.nbytes)
         read_into(fd, buffer.data, tensor.offset)
     finally:
         os.close(fd)

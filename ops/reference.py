@@ -67,7 +67,7 @@ class DelayedInitializer(OpRun):
             attributes.element_type,
         )
         try:
-            elements = read_payload(tensor, None, np.empty(tensor.nbytes, np.uint8))
+            elements = read_payload(tensor, None, lambda nbytes: np.empty(nbytes, np.uint8))
         except Exception as cause:
             raise payload_error(Payload(where, path, tensor.offset, tensor.nbytes), cause) from cause
         return elements.reshape(attributes.shape)

@@ -281,7 +281,7 @@ def _bind(attributes: Attributes, where: str, name: str, context: _Context) -> t
 def _held(tensor: TensorOnDisk, context: _Context) -> npt.NDArray[np.generic]:
     key = (os.path.realpath(tensor.path), tensor.offset, tensor.nbytes, tensor.element_type)
     if key not in context.held:
-        elements = read_payload(tensor, context.within, np.empty(tensor.nbytes, np.uint8))
+        elements = read_payload(tensor, context.within, lambda nbytes: np.empty(nbytes, np.uint8))
         elements.flags.writeable = False
         context.held[key] = elements
     return context.held[key]
