@@ -58,7 +58,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         **kwargs: Any,
     ) -> None:
         self._source = path_or_bytes
-        self._weights_dir = weights_dir
+        self._weights_dir = None if weights_dir is None else os.path.abspath(weights_dir)
         self._binding: Binding | None = None
         self._threads = RunThreads()
         # Not at exit: there runs are waited for first (run_threads), and the process takes the rest with it.
@@ -67,6 +67,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         with self._bound(options) as model:
             super().__init__(model, options, providers, provider_options, **kwargs)
             self._forget_bytes()
+        if self._binding is not None and not isinstance(path_or_bytes, bytes):
+            self._source = os.path.abspath(path_or_bytes)  # set_providers reads it again, from wherever that is called
 
     def set_providers(
         self,
