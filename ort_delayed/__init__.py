@@ -2,18 +2,37 @@
 
 from ort_delayed.conversion_report import ConversionReport
 from ort_delayed.converting import convert_model
+from ort_delayed.installing import InstalledModel, stream_install
 from ort_delayed.library import get_library_path, register_custom_ops
+from ort_delayed.loader import (
+    BufferReleaseError,
+    LocalWeightsRequired,
+    RamBudget,
+    RamBudgetExceeded,
+    RamProbeUnavailable,
+    ShardFormatError,
+    StreamingWeightLoader,
+)
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.restoring import restore_model
 from ort_delayed.session import InferenceSession, prepare_model
 
 __all__ = [
+    "BufferReleaseError",
     "ConversionReport",
     "DelayedInitializerError",
     "InferenceSession",
+    "InstalledModel",
+    "LocalWeightsRequired",
+    "RamBudget",
+    "RamBudgetExceeded",
+    "RamProbeUnavailable",
+    "ShardFormatError",
+    "StreamingWeightLoader",
     "convert_model",
     "get_library_path",
     "prepare_model",
     "register_custom_ops",
     "restore_model",
+    "stream_install",
 ]

@@ -8,15 +8,16 @@ out of it, so there the entries have to name the real files.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 
 from ort_delayed.graphs import iter_graphs, iter_nodes
-from ort_delayed.loader.external_data import ExternalDataError, has_external_data
+from ort_delayed.loader.external_data import ExternalDataError, has_external_data, set_external_data
 from ort_delayed.loader.files import confining_directories, is_inside
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
-__all__ = ["EXTERNAL_DIRECTORY_ENTRY", "external_tensors", "repoint_external_data"]
+__all__ = ["EXTERNAL_DIRECTORY_ENTRY", "external_tensors", "point_at_files", "repoint_external_data"]
 
 EXTERNAL_DIRECTORY_ENTRY = "session.model_external_initializers_file_folder_path"
 """The session config entry (onnxruntime_session_options_config_keys.h) that names the directory of external files."""
@@ -54,8 +55,46 @@ def repoint_external_data(model: onnx.ModelProto, model_directory: str) -> str |
         return None
     common = os.path.commonpath([inside[0], *(os.path.dirname(real) for _, real in entries)])
     for entry, real in entries:
-        entry.value = os.path.relpath(real, common).replace(os.sep, "/")
+        entry.value = _location(real, common)
     return common
+
+
+def point_at_files(
+    model: onnx.ModelProto, directory: str | None, placed: Sequence[tuple[onnx.TensorProto, TensorOnDisk]]
+) -> str | None:
+    """Point tensors of a model at bytes anywhere; returns the directory that all locations are relative to then.
+
+    Args:
+        model: changed in place; its other external data stays where it is.
+        directory: what :func:`repoint_external_data` returned for that other data.
+        placed: tensors, not external yet, and where the bytes of each stand. Entries about prepacked forms are kept.
+
+    Raises:
+        ExternalDataError: the files have no directory in common (they stand on different drives).
+    """
+    reals = {path: os.path.realpath(path) for path in {record.path for _, record in placed}}
+    directories = [os.path.dirname(real) for real in reals.values()]
+    if directory is not None:
+        directories.append(directory)
+    if not directories:
+        return None
+    try:
+        common = os.path.commonpath(directories)
+    except ValueError as error:
+        raise ExternalDataError(
+            f"the weight files have no directory in common, which ONNX Runtime needs: {', '.join(sorted(directories))}"
+        ) from error
+    if directory is not None and directory != common:
+        for entry in (e for t in external_tensors(model) for e in t.external_data if e.key == "location"):
+            entry.value = _location(os.path.join(directory, entry.value), common)
+    for tensor, record in placed:
+        location = _location(reals[record.path], common)
+        set_external_data(tensor, location, record.offset, record.nbytes, keep=("prepacked_",))
+    return common
+
+
+def _location(real: str, directory: str) -> str:
+    return os.path.relpath(real, directory).replace(os.sep, "/")
 
 
 def _real_path(name: str, location: str, model_directory: str, inside: tuple[str, ...]) -> str:

@@ -23,6 +23,7 @@ from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
 from ort_delayed.skeletons import NotAModelError, Skeleton
 
 __all__ = ["external_directory", "leave_external_directory", "prepare_source"]
+__all__ += ["refuse_optimized_model"]
 
 _PIECE_BYTES = 4 << 20
 _MENTION = OP_TYPE.encode()
@@ -38,11 +39,7 @@ def prepare_source(
     confined = None if weights_dir is None else os.fspath(weights_dir)
 
     def prepared(model: onnx.ModelProto, directory: str) -> PreparedModel:
-        if options.optimized_model_filepath:
-            raise DelayedInitializerValueError(
-                f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a "
-                f"model with {OP_TYPE} nodes holds handles that mean nothing outside this session, so it is not written"
-            )
+        refuse_optimized_model(options)
         return prepare(model, binding, model_directory=directory, weights_dir=confined)
 
     # What cannot be read or parsed goes to ONNX Runtime as it is, which says what is wrong with it.
@@ -65,6 +62,19 @@ def prepare_source(
         made = prepared(skeleton.model, os.path.dirname(os.path.abspath(source)))
         skeleton.model = made.model
         return _serialized(skeleton), made.external_directory
+
+
+def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:
+    """Refuse options that tell ONNX Runtime to write the optimized model; for a model with delayed nodes.
+
+    Raises:
+        DelayedInitializerValueError: they do.
+    """
+    if options.optimized_model_filepath:
+        raise DelayedInitializerValueError(
+            f"optimized_model_filepath is set to '{options.optimized_model_filepath}': the optimized form of a "
+            f"model with {OP_TYPE} nodes holds handles that mean nothing outside this session, so it is not written"
+        )
 
 
 def _parse(data: bytes) -> onnx.ModelProto | None:

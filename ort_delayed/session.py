@@ -13,6 +13,7 @@ from typing import Any
 
 import onnxruntime
 
+from ort_delayed.bound_options import bound_model, refuse_bound
 from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import register_custom_ops
 from ort_delayed.loader import platform
@@ -176,6 +177,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     @contextmanager
     def _bound(self, options: onnxruntime.SessionOptions) -> Iterator[Any]:
         """Prepare the model; while ONNX Runtime builds the session, the options name the external data's directory."""
+        installed = bound_model(options)
+        if installed is not None:
+            # Prepared already, its weights in the options, to which its payloads belong as well.
+            model = installed.check(self._source)
+            self._binding = installed.binding
+            yield model
+            installed.check_files()
+            return
         binding, previous = Binding(), self._binding
         try:
             model, directory = prepare_source(self._source, options, binding, self._weights_dir)
@@ -230,7 +239,9 @@ def prepare_model(
 
     Raises:
         DelayedInitializerError: as for constructing an :class:`InferenceSession`.
+        OptionsInUseError: weights of another model have been installed in the options.
     """
+    refuse_bound(sess_options)
     binding = Binding(log_failures=True)
     try:
         prepared, directory = prepare_source(model, sess_options, binding, weights_dir)
