@@ -124,7 +124,7 @@ class StreamedLayerGroup:
 
     @property
     def released(self) -> bool:
-        """Whether every mapping has been closed."""
+        """Whether every mapping has been closed or, behind a failure, left to its last view to close."""
         return self._given_up and not self._mappings
 
     def release(self) -> None:
