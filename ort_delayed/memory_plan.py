@@ -1,0 +1,200 @@
+"""The plan of a session under a RAM budget: what is read when, what stays in memory, what streams. Pure and printable.
+
+A run is cut into *groups*: the weights used between one tick of the clock (a small weight that a delayed node delivers
+just in time) and the next. While a group is used, pages of the weights that will be needed last are given up, so a
+part of the model stays and the rest streams through what is left of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ort_delayed.loader.budget import format_bytes
+from ort_delayed.use_order import WeightUse
+
+__all__ = ["HEADROOM_BYTES", "MemoryPlan", "PlannedGroup", "PlannedWeight", "cut_into_groups", "make_plan"]
+
+_MIB = 1 << 20
+HEADROOM_BYTES = 48 * _MIB
+"""Most bytes held back where weights stream between two ticks: what two busy cores can touch before a late poll."""
+_PACED_HEADROOM_BYTES = 16 * _MIB
+_LEAST_HEADROOM_BYTES = 4 * _MIB
+# Groups of less are joined: a tick costs some 20 us, in which a core reads a quarter of this.
+_LEAST_GROUP_BYTES = _MIB
+# Inside a group that streams, more than its largest weight: what is touched until the next poll.
+_WINDOW_SLACK_BYTES = 16 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWeight:
+    """A weight that stays in its file and is mapped from there.
+
+    Attributes:
+        name: the initializer; one of a body is preceded by where the body stands.
+        nbytes: its size.
+        by_rows: whether only rows of it are read (an embedding), so that a run touches few of its pages.
+    """
+
+    name: str
+    nbytes: int
+    by_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """What is used from one tick of the clock until the next.
+
+    Attributes:
+        tick: the small weight whose delivery begins the group; None for what a run uses before its first tick.
+        weights: names of the mapped weights, in order of use.
+        nbytes: their sizes added up, those read by rows left out.
+        window_bytes: what has to be resident at once: all of it, or for a group that does not fit into the budget
+            its largest weight and some slack, while a watcher gives up what has been used.
+    """
+
+    tick: str | None
+    weights: tuple[str, ...]
+    nbytes: int
+    window_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a session keeps in memory, and what a run reads again. All sizes in bytes; ``print`` shows a table.
+
+    Attributes:
+        budget_bytes: the budget, above the baseline taken when construction began.
+        session_bytes: resident whatever happens: ONNX Runtime's session, small weights, inline weights.
+        activations_bytes: the most that activations have been seen to take; 0 before the first run.
+        mapped_bytes: all mapped weights.
+        headroom_bytes: held back, because a watching thread can be late.
+        groups: what is used when.
+        weights: the mapped weights, in order of first use.
+        stays_bytes: mapped bytes that stay resident from run to run.
+        refetched_bytes_per_run: mapped bytes that a run gives up and touches again.
+        predicted_peak_bytes: the highest use expected.
+        least_budget_bytes: the least budget that would do, activations as seen so far.
+    """
+
+    budget_bytes: int
+    session_bytes: int
+    activations_bytes: int
+    mapped_bytes: int
+    headroom_bytes: int
+    groups: tuple[PlannedGroup, ...]
+    weights: tuple[PlannedWeight, ...]
+    stays_bytes: int
+    refetched_bytes_per_run: int
+    predicted_peak_bytes: int
+    least_budget_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """What the budget leaves for mapped weights."""
+        taken = self.session_bytes + self.activations_bytes + self.headroom_bytes
+        return max(self.budget_bytes - taken, 0)
+
+    def __str__(self) -> str:
+        ticks = sum(g.tick is not None for g in self.groups)
+        rows = [
+            ("budget", self.budget_bytes),
+            ("session and small weights", self.session_bytes),
+            ("activations seen", self.activations_bytes),
+            ("headroom", self.headroom_bytes),
+            ("room for mapped weights", self.room_bytes),
+            ("mapped weights", self.mapped_bytes),
+            ("  stay from run to run", self.stays_bytes),
+            ("  given up and read again per run", self.refetched_bytes_per_run),
+            ("predicted peak", self.predicted_peak_bytes),
+            ("least budget", self.least_budget_bytes),
+        ]
+        lines = [f"{name:<36}{format_bytes(value):>14}" for name, value in rows]
+        lines.append(f"{len(self.groups)} groups, {ticks} ticks")
+        for number, group in enumerate(self.groups):
+            shown = ", ".join(group.weights[:3]) + (
+                f" and {len(group.weights) - 3} more" if len(group.weights) > 3 else ""
+            )
+            lines.append(f"{number:>4}  {format_bytes(group.nbytes):>12}  at {group.tick or 'the start'}: {shown}")
+        return "\n".join(lines)
+
+
+def cut_into_groups(
+    uses: Sequence[WeightUse], mapped: Mapping[str, int], ticks: Collection[str], least_bytes: int = _LEAST_GROUP_BYTES
+) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
+    """Cut the uses of a run into groups: pairs of the tick that begins it, and the mapped weights it uses.
+
+    Args:
+        uses: the order of use.
+        mapped: sizes in bytes of the mapped weights.
+        ticks: weights that may become ticks. Of those between two mapped weights the last is taken, and none where
+            the group that it would end has fewer than ``least_bytes``.
+        least_bytes: see ``ticks``.
+    """
+    groups: list[tuple[str | None, list[str]]] = [(None, [])]
+    seen: set[str] = set()
+    candidate: str | None = None
+    for use in uses:
+        if use.weight in ticks and use.weight not in seen:
+            candidate = use.weight
+        seen.add(use.weight)
+        if use.weight not in mapped:
+            continue
+        group = groups[-1][1]
+        if candidate is not None and (groups[-1][0] is None or sum(mapped[w] for w in group) >= least_bytes):
+            groups.append((candidate, []))
+            group = groups[-1][1]
+        candidate = None
+        if use.weight not in group:
+            group.append(use.weight)
+    return tuple((tick, tuple(weights)) for tick, weights in groups)
+
+
+def make_plan(
+    *,
+    budget_bytes: int,
+    session_bytes: int,
+    activations_bytes: int,
+    groups: Sequence[tuple[str | None, tuple[str, ...]]],
+    weights: Mapping[str, PlannedWeight],
+) -> MemoryPlan:
+    """The plan for a budget. See :class:`MemoryPlan` for what the arguments mean.
+
+    Args:
+        budget_bytes: the budget.
+        session_bytes: as measured after construction.
+        activations_bytes: as measured in runs.
+        groups: as :func:`cut_into_groups` makes them.
+        weights: every mapped weight, in order of first use.
+    """
+    read_whole = {name: w.nbytes for name, w in weights.items() if not w.by_rows}
+    sizes = [sum(read_whole.get(name, 0) for name in names) for _, names in groups]
+    whole = sum(read_whole.values())
+    free = max(budget_bytes - session_bytes - activations_bytes, 0)
+    paced_headroom = min(_PACED_HEADROOM_BYTES, free // 4)
+    # Paced: every group fits, and is announced by a tick. Then nothing streams between two ticks.
+    is_paced = max(sizes, default=0) <= free - paced_headroom or whole <= free - paced_headroom
+    headroom = paced_headroom if is_paced else min(HEADROOM_BYTES, free // 2)
+    room = free - headroom
+    planned = []
+    for (tick, names), size in zip(groups, sizes, strict=True):
+        largest = max((read_whole.get(n, 0) for n in names), default=0)
+        window = size if size <= room else min(largest + _WINDOW_SLACK_BYTES, room)
+        planned.append(PlannedGroup(tick, names, size, window))
+    window = max((g.window_bytes for g in planned), default=0)
+    stays = whole if whole <= room else max(room - window, 0)
+    mapped = sum(w.nbytes for w in weights.values())
+    fixed = session_bytes + activations_bytes
+    return MemoryPlan(
+        budget_bytes=budget_bytes,
+        session_bytes=session_bytes,
+        activations_bytes=activations_bytes,
+        mapped_bytes=mapped,
+        headroom_bytes=headroom,
+        groups=tuple(planned),
+        weights=tuple(weights.values()),
+        stays_bytes=stays,
+        refetched_bytes_per_run=whole - stays,
+        predicted_peak_bytes=fixed + min(mapped, room),
+        least_budget_bytes=fixed + min(2 * _LEAST_HEADROOM_BYTES, max(mapped, 1)),
+    )
