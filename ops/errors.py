@@ -57,7 +57,10 @@ class DelayedInitializerError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+        state = dict(self.__dict__)
+        if isinstance(self, OSError):
+            state.update(errno=self.errno, filename=self.filename)  # slots of OSError, not in __dict__
+        return (_rebuild, (type(self), self.message, state))
 
 
 class DelayedInitializerValueError(DelayedInitializerError, ValueError):
@@ -144,5 +147,6 @@ def _classify(payload: Payload, cause: BaseException) -> tuple[type[DelayedIniti
 
 def _rebuild(kind: type[DelayedInitializerError], message: str, state: dict[str, object]) -> DelayedInitializerError:
     error = kind(message)
-    error.__dict__.update(state)
+    for name, value in state.items():
+        setattr(error, name, value)
     return error
