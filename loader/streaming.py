@@ -179,9 +179,10 @@ class StreamingWeightLoader:
             try:
                 consumer(group)
             except BaseException as error:
-                del group
-                # Raised where the group was handed out, so that it is released knowing of the failure.
-                groups.throw(error)
+                group.abandon(error)
+                # Not thrown into the generator, which cannot let every exception through (StopIteration).
+                groups.close()
+                raise
         assert self.last_report is not None
         return self.last_report
 
