@@ -23,7 +23,7 @@ from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
 from ort_delayed.skeletons import NotAModelError, Skeleton
 
 __all__ = ["external_directory", "leave_external_directory", "prepare_source"]
-__all__ += ["refuse_optimized_model"]
+__all__ += ["refuse_optimized_model", "serialized"]
 
 _PIECE_BYTES = 4 << 20
 _MENTION = OP_TYPE.encode()
@@ -61,7 +61,7 @@ def prepare_source(
             return source, None
         made = prepared(skeleton.model, os.path.dirname(os.path.abspath(source)))
         skeleton.model = made.model
-        return _serialized(skeleton), made.external_directory
+        return serialized(skeleton), made.external_directory
 
 
 def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:
@@ -101,7 +101,7 @@ def _mentions_delayed_nodes(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _serialized(skeleton: Skeleton) -> bytes:
+def serialized(skeleton: Skeleton) -> bytes:
     """The prepared model's bytes. Its inline weights go from file to result, and are in memory once."""
     out = io.BytesIO()
     view = memoryview(bytearray(_PIECE_BYTES))
