@@ -15,6 +15,7 @@ from dataclasses import dataclass
 __all__ = ["open_checked", "read_at"]
 __all__ += ["FileMapping", "available_memory_bytes", "can_give_up_pages", "drop_from_page_cache", "file_mappings"]
 __all__ += ["give_up_pages", "map_by_small_pages"]
+__all__ += ["hold_alone", "processor_features"]
 __all__ += [
     "give_back_pages",
     "peak_resident_bytes",
@@ -291,3 +292,44 @@ else:
         import psutil
 
         return int(psutil.virtual_memory().available)
+
+
+# --- What the machine is, and who else is at work -------------------------------------------------------------------
+
+# By what ONNX Runtime's math library (mlas, platform.cpp) chooses kernels and layouts of packed weights: x86-64, arm64.
+_DECISIVE_FEATURES = frozenset(
+    "avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni avx_vnni_int8 avx_ne_convert "
+    "amx_tile amx_int8 amx_bf16 asimd asimdhp asimddp i8mm bf16 sve svei8mm svebf16 sme sme2".split()
+)
+
+
+def processor_features() -> tuple[str, ...]:
+    """The instruction sets of this processor that decide how ONNX Runtime packs weights, sorted.
+
+    ``("unknown",)`` where the system does not say: only Linux lists them in a file.
+    """
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return tuple(sorted(_DECISIVE_FEATURES.intersection(value.split())))
+    except OSError:
+        pass
+    return ("unknown",)
+
+
+def hold_alone(fd: int) -> bool:
+    """Lock an open file for this process, without waiting; False if another one holds it.
+
+    The lock goes with the process, however it ends. Where there are no such locks, nobody is ever found to be alone.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
