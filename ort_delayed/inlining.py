@@ -6,6 +6,7 @@ calls run first. Inlined beforehand, they can be put where each loads right befo
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
 
 import onnx
@@ -18,7 +19,6 @@ from ort_delayed.ordering import order_nodes
 __all__ = ["inline_delayed_functions"]
 
 FunctionId = tuple[str, str]
-_DETACHED = b"ort_delayed detached payload "
 _DETACH_BYTES = 4096
 
 
@@ -38,10 +38,11 @@ def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
                         model.opset_import.add(domain=opset.domain, version=opset.version)
         _complete_calls(model)
         # The inliner is a C++ function that gets the model serialized: weights do not have to make that journey.
-        payloads = _detach(model)
+        mark = secrets.token_bytes(16)  # no value of the model can be taken for it
+        payloads = _detach(model, mark)
         inlined = onnx.inliner.inline_selected_functions(model, sorted(wanted))
-        _attach(model, payloads)
-        _attach(inlined, payloads)
+        _attach(model, payloads, mark)
+        _attach(inlined, payloads, mark)
         model = inlined
     return model
 
@@ -124,18 +125,18 @@ def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
                     yield from graph.initializer
 
 
-def _detach(model: onnx.ModelProto) -> list[bytes]:
+def _detach(model: onnx.ModelProto, mark: bytes) -> list[bytes]:
     payloads: list[bytes] = []
     for tensor in _tensors(model):
         if tensor.HasField("raw_data") and len(tensor.raw_data) >= _DETACH_BYTES:
             payloads.append(tensor.raw_data)
-            tensor.raw_data = _DETACHED + str(len(payloads) - 1).encode()
+            tensor.raw_data = mark + str(len(payloads) - 1).encode()
     return payloads
 
 
-def _attach(model: onnx.ModelProto, payloads: list[bytes]) -> None:
+def _attach(model: onnx.ModelProto, payloads: list[bytes], mark: bytes) -> None:
     if not payloads:
         return
     for tensor in _tensors(model):
-        if tensor.HasField("raw_data") and tensor.raw_data.startswith(_DETACHED):
-            tensor.raw_data = payloads[int(tensor.raw_data[len(_DETACHED) :])]
+        if tensor.HasField("raw_data") and tensor.raw_data.startswith(mark):
+            tensor.raw_data = payloads[int(tensor.raw_data[len(mark) :])]
