@@ -79,14 +79,33 @@ else:
 
 
 if sys.platform == "linux":
+    # Kept open, because a pager asks several times a millisecond; -1 before the first time and in a forked child,
+    # for which the parent's descriptor would go on telling of the parent.
+    _statm = -1
 
     def resident_bytes() -> int | None:
         """Resident set size of this process in bytes, None if it cannot be measured."""
+        global _statm
         try:
-            with open("/proc/self/statm", "rb") as statm:
-                return int(statm.read().split()[1]) * mmap.PAGESIZE
+            return _resident_pages(_statm) * mmap.PAGESIZE
+        except (OSError, IndexError, ValueError):
+            pass  # not open yet, or somebody closed a descriptor that was not theirs
+        try:
+            _statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            return _resident_pages(_statm) * mmap.PAGESIZE
         except (OSError, IndexError, ValueError):
             return None
+
+    def _resident_pages(statm: int) -> int:
+        return int(os.pread(statm, 128, 0).split()[1])
+
+    def _forget_statm() -> None:
+        global _statm
+        if _statm >= 0:
+            os.close(_statm)
+        _statm = -1
+
+    os.register_at_fork(after_in_child=_forget_statm)
 
     def peak_resident_bytes() -> int | None:
         """The kernel's high-water mark of the resident set size in bytes, None where there is none."""
