@@ -315,11 +315,10 @@ else:
 
 # --- What the machine is, and who else is at work -------------------------------------------------------------------
 
-# By what ONNX Runtime's math library (mlas, platform.cpp) chooses kernels and layouts of packed weights: x86-64, arm64.
-_DECISIVE_FEATURES = frozenset(
-    "avx avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni avx_vnni_int8 avx_ne_convert "
-    "amx_tile amx_int8 amx_bf16 asimd asimdhp asimddp i8mm bf16 sve svei8mm svebf16 sme sme2".split()
-)
+# By what ONNX Runtime's math library (mlas, platform.cpp) chooses kernels and layouts of packed weights.
+_X86_FEATURES = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_X86_FEATURES += ("avx512_bf16", "avx_vnni", "avx_vnni_int8", "avx_ne_convert", "amx_tile", "amx_int8", "amx_bf16")
+_ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "svei8mm", "svebf16", "sme", "sme2")
 
 
 def processor_features() -> tuple[str, ...]:
@@ -332,7 +331,7 @@ def processor_features() -> tuple[str, ...]:
             for line in file:
                 name, _, value = line.partition(":")
                 if name.strip() in ("flags", "Features"):
-                    return tuple(sorted(_DECISIVE_FEATURES.intersection(value.split())))
+                    return tuple(sorted({*_X86_FEATURES, *_ARM_FEATURES}.intersection(value.split())))
     except OSError:
         pass
     return ("unknown",)

@@ -219,6 +219,6 @@ def _check_types(values: dict[str, object]) -> None:
     for name, kind in expected.items():
         if not isinstance(values[name], kind):
             raise TypeError(f"'{name}' is {values[name]!r}")
-    name = values["data_file"]
-    if isinstance(name, str) and (not name or os.path.basename(name) != name):
-        raise ValueError(f"the data file must stand beside the model, found {name!r}")
+    data_file = values["data_file"]
+    if isinstance(data_file, str) and (not data_file or os.path.basename(data_file) != data_file):
+        raise ValueError(f"the data file must stand beside the model, found {data_file!r}")

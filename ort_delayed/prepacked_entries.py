@@ -1,9 +1,10 @@
 """The entries by which ONNX Runtime finds a weight that it packed and saved: reading and writing them.
 
 An external initializer has, beside ``location``, ``offset`` and ``length``, an entry ``prepacked_N`` for each kind of
-kernel that packs it, with the value ``KEY|OFFSET;LENGTH;FLAG|OFFSET;LENGTH;FLAG...``: the operator's name with a hash of
-the packed bytes, then a range of the external file per buffer. (Seen in what onnxruntime 1.23 to 1.32 write with
-``session.save_external_prepacked_constant_initializers``.) What the flag means is ONNX Runtime's affair: it is kept.
+kernel that packs it, with the value ``KEY|OFFSET;LENGTH;FLAG|OFFSET;LENGTH;FLAG...``: the operator's name with a hash
+of the packed bytes, then a range of the external file per buffer. (Seen in what onnxruntime writes with
+``session.save_external_prepacked_constant_initializers``; tests/upstream watches it.) What the flag means is ONNX
+Runtime's affair: it is kept.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import onnx
 
 from ort_delayed.graphs import bodies, read_names
 
-__all__ = ["WeightUse", "execution_order", "order_of_use", "scoped_initializers"]
+__all__ = ["NodeVisit", "WeightUse", "execution_order", "nodes_in_order", "order_of_use", "scoped_initializers"]
 
 _ROW_READERS = {("Gather", 0), ("GatherND", 0), ("GatherElements", 0), ("EmbedLayerNormalization", 2)}
 
@@ -39,6 +39,21 @@ class WeightUse:
     by_rows: bool
 
 
+@dataclass(frozen=True, slots=True)
+class NodeVisit:
+    """A node, where it stands, and which weights it can name.
+
+    Attributes:
+        node: the node.
+        graph: the graph or body that it stands in.
+        weights: by the name that the node would use, the initializer as :func:`scoped_initializers` names it.
+    """
+
+    node: onnx.NodeProto
+    graph: onnx.GraphProto
+    weights: Mapping[str, str]
+
+
 def scoped_initializers(graph: onnx.GraphProto, scope: str = "") -> Iterator[tuple[str, onnx.TensorProto]]:
     """Every initializer of a graph and the bodies below it, under a name that is its own.
 
@@ -53,7 +68,7 @@ def scoped_initializers(graph: onnx.GraphProto, scope: str = "") -> Iterator[tup
 
 def order_of_use(graph: onnx.GraphProto) -> tuple[WeightUse, ...]:
     """The uses of all initializers, bodies included, in the order of a run. A body's uses stand where its node runs."""
-    return tuple(_uses(graph, "", {}))
+    return tuple(_uses(nodes_in_order(graph)))
 
 
 def execution_order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
@@ -76,18 +91,30 @@ def execution_order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
     return order
 
 
-def _uses(graph: onnx.GraphProto, scope: str, outer: Mapping[str, str]) -> Iterator[WeightUse]:
+def nodes_in_order(graph: onnx.GraphProto) -> Iterator[NodeVisit]:
+    """Every node of a graph and of the bodies below it, in the order of a run; a body's nodes follow its holder."""
+    return _visits(graph, "", {})
+
+
+def _uses(visits: Iterator[NodeVisit]) -> Iterator[WeightUse]:
+    for visit in visits:
+        node = visit.node
+        for place, name in enumerate(node.input):
+            if name in visit.weights:
+                by_rows = (node.op_type, place) in _ROW_READERS
+                consumer = node.name or next(iter(node.output), "")
+                yield WeightUse(visit.weights[name], consumer, node.op_type, place, by_rows)
+
+
+def _visits(graph: onnx.GraphProto, scope: str, outer: Mapping[str, str]) -> Iterator[NodeVisit]:
     hidden = {v.name for v in graph.input} | {name for node in graph.node for name in node.output}
     visible = {name: weight for name, weight in outer.items() if name not in hidden}
     visible |= {tensor.name: scope + tensor.name for tensor in graph.initializer}
     for index in execution_order(graph.node):
         node = graph.node[index]
-        for place, name in enumerate(node.input):
-            if name in visible:
-                by_rows = (node.op_type, place) in _ROW_READERS
-                yield WeightUse(visible[name], node.name or next(iter(node.output), ""), node.op_type, place, by_rows)
+        yield NodeVisit(node, graph, visible)
         for number, body in enumerate(bodies(node)):
-            yield from _uses(body, _scope(scope, node, index, number), visible)
+            yield from _visits(body, _scope(scope, node, index, number), visible)
 
 
 def _scope(scope: str, node: onnx.NodeProto, index: int, number: int) -> str:
