@@ -137,7 +137,7 @@ def install_clock(
 def _elements(tensor: onnx.TensorProto, external_directory: str | None) -> npt.NDArray[np.generic]:
     if has_external_data(tensor):
         found = external_tensor(tensor, external_directory or "")
-        elements = read_payload(found, None, np.empty(found.nbytes, np.uint8))
+        elements = read_payload(found, None, lambda nbytes: np.empty(nbytes, np.uint8))
     else:
         elements = np.ascontiguousarray(onnx.numpy_helper.to_array(tensor)).reshape(-1)
     elements.flags.writeable = False

@@ -8,15 +8,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import onnxruntime
 
 from ort_delayed.bound_options import bound_model, refuse_bound
+from ort_delayed.budget_keeper import BudgetKeeper, MemoryReport
 from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import register_custom_ops
 from ort_delayed.loader import platform
+from ort_delayed.loader.budget import RamBudget
+from ort_delayed.memory_plan import MemoryPlan
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
@@ -40,12 +43,21 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         provider_options: as for onnxruntime.
         weights_dir: confines the model: no payload outside this directory, links resolved, is opened. For a model
             given as bytes it is also what relative filenames are relative to (otherwise the working directory).
+        ram_budget: most bytes of resident memory, above what the process has when construction begins, that the
+            session may take for its construction and its runs, weights and activations included (docs/budget.md).
+            None: no budget. On the CPU, and on Linux, only.
+        drop_page_cache: with a budget, whether weights that are given up are dropped from the system's page cache
+            too. None: where the process has less memory available than the weights take.
         **kwargs: as for onnxruntime.
 
     Raises:
         DelayedInitializerError: a delayed node is not what the specification allows, or its ``cpu`` payload cannot be
             read. The error is the natural built-in too (ValueError, FileNotFoundError, EOFError, ...). A run raises it
             where a ``file`` payload cannot be read; the session stays usable.
+        RamBudgetExceeded: the budget cannot be kept. A run raises it too; the session stays usable.
+        RamProbeUnavailable: memory cannot be measured, or weights cannot be given up, so no budget can be kept.
+        MappedFileChanged: from a run under a budget: a file of weights is not what it was.
+        ModelNotSuitedError: the model cannot run under the budget as it is; the message says what to do.
     """
 
     def __init__(
@@ -56,8 +68,15 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         weights_dir: str | os.PathLike[str] | None = None,
+        ram_budget: RamBudget | int | None = None,
+        drop_page_cache: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        self._budget: BudgetKeeper | None = None
+        if ram_budget is not None:
+            self._budget = BudgetKeeper(ram_budget, drop_page_cache=drop_page_cache)
+            # Before ONNX Runtime's session goes: nothing may be given up in mappings that are gone.
+            weakref.finalize(self, self._budget.close).atexit = False
         self._source = path_or_bytes
         self._weights_dir = None if weights_dir is None else os.path.abspath(weights_dir)
         self._binding: Binding | None = None
@@ -66,6 +85,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         weakref.finalize(self, self._threads.close).atexit = False
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         with self._bound(options) as model:
+            if self._budget is not None:
+                kwargs = self._budget.session_arguments(providers, kwargs)
             super().__init__(model, options, providers, provider_options, **kwargs)
             self._forget_bytes()
         if self._binding is not None and not isinstance(path_or_bytes, bytes):
@@ -82,6 +103,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
                 self._model_path, self._model_bytes = None, model
             super().set_providers(providers, provider_options)
             self._forget_bytes()
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What stays in memory and what streams, printable; None without a budget."""
+        return None if self._budget is None else self._budget.plan
+
+    @property
+    def memory_report(self) -> MemoryReport | None:
+        """What memory the session has taken so far; None without a budget."""
+        return None if self._budget is None else self._budget.report
 
     def run(self, output_names: Any, input_feed: Any, run_options: onnxruntime.RunOptions | None = None) -> Any:
         """Compute the predictions, as ``onnxruntime.InferenceSession.run``."""
@@ -128,7 +159,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         def run() -> None:
             message, results = "", []
             try:
-                results = method(output_names, feed, run_options if own is None else own)
+                with self._under_budget(own):
+                    results = method(output_names, feed, run_options if own is None else own)
             except Exception as failed:
                 message = str(self._typed_error(str(failed)) or failed)
             binding.trim()
@@ -153,7 +185,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         given = arguments(run_options if own is None else own)
 
         try:
-            return self._threads.call(lambda: method(*given), lambda: _terminate(own))
+            with self._under_budget(own):
+                return self._threads.call(lambda: method(*given), lambda: _terminate(own))
         except Exception as failed:
             error = self._typed_error(str(failed))
             if error is None:
@@ -162,6 +195,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             raise error  # noqa: B904
         finally:
             self._binding.trim()
+
+    def _under_budget(self, own: onnxruntime.RunOptions | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._budget is None else self._budget.running(lambda: _terminate(own))
 
     def _typed_error(self, message: str) -> DelayedInitializerError | None:
         """The error behind ONNX Runtime's message about a failed run; None where it is not about a guard."""
@@ -187,9 +223,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             return
         binding, previous = Binding(), self._binding
         try:
-            model, directory = prepare_source(self._source, options, binding, self._weights_dir)
+            budgeted: AbstractContextManager[None] = nullcontext()
+            if self._budget is None:
+                model, directory = prepare_source(self._source, options, binding, self._weights_dir)
+            else:
+                model, directory = self._budget.prepare(self._source, options, binding, self._weights_dir)
+                budgeted = self._budget.constructing(options)
             register_custom_ops(options)
-            with external_directory(options, directory):
+            with external_directory(options, directory), budgeted:
                 self._binding = None if model is self._source else binding
                 yield model
         except BaseException:
