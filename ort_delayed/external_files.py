@@ -50,7 +50,7 @@ def repoint_external_data(model: onnx.ModelProto, model_directory: str) -> str |
     for tensor in external_tensors(model):
         for entry in tensor.external_data:
             if entry.key == "location":
-                entries.append((entry, _real_path(tensor.name, entry.value, model_directory, inside)))
+                entries.append((entry, real_location(tensor.name, entry.value, model_directory, inside)))
     if not entries:
         return None
     common = os.path.commonpath([inside[0], *(os.path.dirname(real) for _, real in entries)])
@@ -97,7 +97,12 @@ def _location(real: str, directory: str) -> str:
     return os.path.relpath(real, directory).replace(os.sep, "/")
 
 
-def _real_path(name: str, location: str, model_directory: str, inside: tuple[str, ...]) -> str:
+def real_location(name: str, location: str, model_directory: str, inside: tuple[str, ...]) -> str:
+    """The real file that an external-data location leads to.
+
+    Raises:
+        ExternalDataError: it leads out of the directories ``inside``.
+    """
     if not location or "\0" in location:
         raise ExternalDataError(f"initializer '{name}': external data has no usable 'location', found {location!r}")
     real = os.path.realpath(os.path.join(model_directory, location))

@@ -25,7 +25,7 @@ from ort_delayed.reachable_files import plain_location
 from ort_delayed.skeletons import Skeleton
 from ort_delayed.value_uses import Scope, Uses, find_uses, iter_scopes
 
-__all__ = ["restore_model"]
+__all__ = ["refer_to_payloads", "restore_model"]
 
 _INLINE_BYTES = 1024
 """Smaller payloads go into the model: ONNX Runtime needs some while loading, and none of them is worth a file."""
@@ -118,6 +118,28 @@ def restore_model(
         rows = [_report(r, data_name) for r in restored] + [decision_report(d, data_name) for d in external]
         data_path = os.path.join(place.directory, data_name) if data_name is not None else None
         return ConversionReport(skeleton.path, place.path, data_path, layout.end, tuple(rows))
+
+
+def refer_to_payloads(skeleton: Skeleton) -> None:
+    """Make initializers of the delayed nodes of a skeleton, in place: external data that names its file absolutely.
+
+    Small payloads, and those that ONNX Runtime needs while loading, are read and go into the model.
+
+    Raises:
+        DelayedInitializerError: as :func:`restore_model`.
+    """
+    skeleton.model = _without_reference_attributes(skeleton.model)
+    scopes = list(iter_scopes(skeleton.model))
+    uses = find_uses(skeleton.model, scopes)
+    restored = []
+    for node in find_delayed_nodes(scopes, skeleton.directory, relocated=True):
+        payload = node.payload
+        small = payload.nbytes < _INLINE_BYTES or uses.reason_to_stay_constant(node.scope, payload.name) is not None
+        where = (None, 0) if small else (payload.path, payload.offset)
+        restored.append(_Restored(node, "inlined" if small else "referenced", "", *where))
+    check_payloads(r.node.payload for r in restored)
+    with PayloadReader(skeleton) as reader:
+        _apply(skeleton.model, scopes, restored, "", reader)
 
 
 def _without_reference_attributes(model: onnx.ModelProto) -> onnx.ModelProto:
