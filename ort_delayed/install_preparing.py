@@ -27,12 +27,12 @@ class InstallableModel:
     """What ONNX Runtime gets.
 
     Attributes:
-        model: the model's bytes.
+        serialized: the model's bytes.
         external_directory: what its external-data locations are relative to; None where it has no external data.
         has_delayed_nodes: whether it carries handles of the binding that it was prepared with.
     """
 
-    model: bytes
+    serialized: bytes
     external_directory: str | None
     has_delayed_nodes: bool
 

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from ort_delayed.bound_options import BoundModel, bind, claimed, model_digest
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.graphs import iter_nodes
-from ort_delayed.install_errors import OptionsSpoiledError
+from ort_delayed.install_errors import InstallError, OptionsSpoiledError
 from ort_delayed.install_plan import Assignment, NameMap, plan_from_model, plan_from_weights
 from ort_delayed.install_preparing import InstallableModel, prepare_for_installing, put_inline
 from ort_delayed.installed_model import InstalledModel, InstallReport
@@ -94,42 +94,33 @@ def stream_install(
         probe.start()
         source = _read_source(model, sess_options, weights, probe)
         assignments = _plan(source, name_map, allow_unused_tensors=allow_unused_tensors)
-        identities = _check_files(source, assignments)
-        assignments = _name_uniquely(source.model, assignments)
-        installed = tuple(a.source for a in assignments if not a.inline)
-        _reserve_all(installed, source.model, probe)
-        put_inline([a for a in assignments if a.inline], identities)
         binding = Binding(log_failures=True)
         undo.callback(binding.close)
-        prepared = prepare_for_installing(source.model, source.directory, assignments, sess_options, binding)
-        origin = source.weights.source if source.weights is not None else source.path
-        del source
+        ready = _prepare(source, assignments, sess_options, binding, probe)
+        # The protos are not needed any more; what stands inline would be in memory twice.
+        del source, assignments
         probe.checkpoint("preparing the model")
         values = InstalledValues()
         undo.callback(values.close)
-        copied = copy_weights(installed, layers_per_group, values, identities, probe, progress)
-        used = sorted({a.source.path for a in assignments})
-        bound = BoundModel(
-            model_digest(prepared.model),
-            binding if prepared.has_delayed_nodes else None,
-            {os.path.realpath(path): identities[path] for path in used},
-        )
-        bound.check_files()
+        copied = copy_weights(ready.tensors, layers_per_group, values, ready.identities, probe, progress)
+        ready.bound.check_files()
         resident = max(probe.checkpoint("installing weights") - probe.report.baseline_rss_bytes, 0)
         peak = probe.stop()
         # Nothing may fail from here on, because it could not be undone.
-        _commit(sess_options, values, prepared, bound)
+        _commit(sess_options, values, ready)
         undo.pop_all()
     report = InstallReport(
-        source=origin,
+        source=ready.origin,
         groups_loaded=copied.groups,
-        tensors_loaded=len(installed),
-        tensors_inlined=len(assignments) - len(installed),
+        tensors_loaded=len(ready.tensors),
+        tensors_inlined=ready.tensors_inlined,
         bytes_copied=copied.nbytes,
         prepacking_disabled=_entry(sess_options, _PREPACKING_ENTRY) == "1",
         peak_ram=peak,
     )
-    return InstalledModel(prepared.model, sess_options, report, resident_bytes=resident, rss_sampler=rss_sampler)
+    return InstalledModel(
+        ready.model.serialized, sess_options, report, resident_bytes=resident, rss_sampler=rss_sampler
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +131,18 @@ class _Source:
     directory: str
     path: Path | None
     weights: DiscoveredWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """All that is known before the first weight is copied: the model, what goes into values, and from which files."""
+
+    model: InstallableModel
+    tensors: tuple[TensorOnDisk, ...]
+    tensors_inlined: int
+    identities: Mapping[str, FileIdentity]
+    origin: Path | None
+    bound: BoundModel
 
 
 def _check_arguments(
@@ -183,16 +186,42 @@ def _read_source(
 
 
 def _plan(source: _Source, name_map: NameMap | None, *, allow_unused_tensors: bool) -> tuple[Assignment, ...]:
-    if source.weights is None:
-        return plan_from_model(source.model, source.directory, can_carry=can_carry)
-    return plan_from_weights(
-        source.model,
-        source.directory,
-        source.weights,
-        name_map,
-        allow_unused_tensors=allow_unused_tensors,
-        can_carry=can_carry,
-    )
+    if source.weights is not None:
+        return plan_from_weights(
+            source.model,
+            source.directory,
+            source.weights,
+            name_map,
+            allow_unused_tensors=allow_unused_tensors,
+            can_carry=can_carry,
+        )
+    assignments = plan_from_model(source.model, source.directory, can_carry=can_carry)
+    if not assignments:
+        raise InstallError(
+            "the model has no external initializers, so there is nothing to install. Move its weights to external "
+            "data (onnx.save_model with save_as_external_data=True), or give weights= to take them from elsewhere"
+        )
+    return assignments
+
+
+def _prepare(
+    source: _Source,
+    assignments: Sequence[Assignment],
+    options: onnxruntime.SessionOptions,
+    binding: Binding,
+    probe: PeakRamProbe,
+) -> _Ready:
+    identities = _check_files(source, assignments)
+    assignments = _name_uniquely(source.model, assignments)
+    inlined = [a for a in assignments if a.inline]
+    tensors = tuple(a.source for a in assignments if not a.inline)
+    _reserve_all(tensors, source.model, probe)
+    put_inline(inlined, identities)
+    model = prepare_for_installing(source.model, source.directory, assignments, options, binding)
+    used = {os.path.realpath(a.source.path): identities[a.source.path] for a in assignments}
+    bound = BoundModel(model_digest(model.serialized), binding if model.has_delayed_nodes else None, used)
+    origin = source.path if source.weights is None else source.weights.source
+    return _Ready(model, tensors, len(inlined), identities, origin, bound)
 
 
 def _check_files(source: _Source, assignments: Sequence[Assignment]) -> dict[str, FileIdentity]:
@@ -223,20 +252,18 @@ def _reserve_all(installed: Sequence[TensorOnDisk], model: onnx.ModelProto, prob
     probe.reserve(sum(held.values()), f"planning to install {len(installed)} weights")
 
 
-def _commit(
-    options: onnxruntime.SessionOptions, values: InstalledValues, prepared: InstallableModel, bound: BoundModel
-) -> None:
+def _commit(options: onnxruntime.SessionOptions, values: InstalledValues, ready: _Ready) -> None:
     try:
         values.add_to(options)
     except OptionsSpoiledError:
-        bind(options, replace(bound, digest=b""))  # no model is theirs
+        bind(options, replace(ready.bound, digest=b""))  # no model is theirs
         raise
-    bind(options, bound)
-    if bound.binding is not None:
+    bind(options, ready.bound)
+    if ready.bound.binding is not None:
         register_custom_ops(options)
-        weakref.finalize(options, bound.binding.close).atexit = False
-    if prepared.external_directory is not None:
-        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, prepared.external_directory)
+        weakref.finalize(options, ready.bound.binding.close).atexit = False
+    if ready.model.external_directory is not None:
+        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, ready.model.external_directory)
     if _entry(options, _PREPACKING_ENTRY) == "":
         options.add_session_config_entry(_PREPACKING_ENTRY, "1")
 
