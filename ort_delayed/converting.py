@@ -118,8 +118,7 @@ def convert_model(
                     inline_others(skeleton, decisions, reader)
             rename_files(nodes, data_name)
 
-        in_use = {c.stored.path for c in candidates if c.stored is not None} | {n.payload.path for n in nodes}
-        data_name = write_outputs(skeleton, place, fill if layout.end else None, finish, in_use)
+        data_name = write_outputs(skeleton, place, fill if layout.end else None, finish)
         rows = [decision_report(d, data_name) for d in decisions]
         rows += [delayed_node_report(n, data_name) for n in nodes] + _other_constants(scopes)
         rows.sort(key=lambda row: row.action == "kept")

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import onnx
+
+from ort_delayed.external_files import external_tensors
+from ort_delayed.graphs import iter_nodes
 from ort_delayed.new_files import CopyBuffer, PendingDataFile, PendingFile, flush_directory
+from ort_delayed.ops.attributes import is_delayed
 from ort_delayed.skeletons import Skeleton
 
 __all__ = ["Destination", "check_destination", "write_outputs"]
@@ -38,10 +43,24 @@ class Destination:
         """
         return f"{self.name}.{digest}.weights"
 
-    def data_files(self) -> list[str]:
-        """Every data file beside the model that was written for a model of its name."""
-        pattern = re.compile(re.escape(self.name) + r"\.[0-9a-f]{12}\.weights")
-        return [os.path.join(self.directory, name) for name in os.listdir(self.directory) if pattern.fullmatch(name)]
+    def data_files_of_present_model(self) -> set[str]:
+        """Data files that were written for the model that stands there now, and that it reads."""
+        try:
+            with Skeleton(self.path) as present:
+                read = named_files(present.model, present.directory)
+        except (OSError, ValueError):
+            return set()
+        pattern = re.compile(re.escape(os.path.join(self.directory, self.name)) + r"\.[0-9a-f]{12}\.weights")
+        return {path for path in read if pattern.fullmatch(path)}
+
+
+def named_files(model: onnx.ModelProto, directory: str) -> set[str]:
+    """The files, links resolved, that delayed nodes and external data of a model in ``directory`` name."""
+    names = {e.value for tensor in external_tensors(model) for e in tensor.external_data if e.key == "location"}
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in filter(is_delayed, iter_nodes(nodes)):
+            names.update(a.s.decode(errors="replace") for a in node.attribute if a.name == "filename")
+    return {os.path.realpath(os.path.join(directory, name)) for name in names if name and "\0" not in name}
 
 
 def check_destination(
@@ -74,7 +93,6 @@ def write_outputs(
     destination: Destination,
     fill_data: Callable[[PendingDataFile], None] | None,
     finish_model: Callable[[str], None],
-    in_use: Iterable[str],
 ) -> str | None:
     """Write data file and model, flush both to disk, then give them their names: the data file's first.
 
@@ -83,11 +101,20 @@ def write_outputs(
         destination: where it goes.
         fill_data: writes the payloads, or None where there are none.
         finish_model: called with the data file's name (empty where there is none), which the model needs.
-        in_use: files that the source or the new model read, which are not removed whatever their name.
 
     Returns:
         the data file's name in the destination's directory, or None.
+
+    Raises:
+        ValueError: the destination is a data file of the source, or the model would pass 2 GiB.
+        FileExistsError: something took the destination's name meanwhile.
+        RuntimeError: the source was changed in place meanwhile.
+        OSError: writing failed.
     """
+    in_use = named_files(skeleton.model, skeleton.directory)
+    if os.path.realpath(destination.path) in in_use:
+        raise ValueError(f"the destination '{destination.path}' is a file that the source reads its weights from")
+    obsolete = destination.data_files_of_present_model() if destination.overwrite else set()
     with contextlib.ExitStack() as stack:
         data = data_name = None
         if fill_data is not None:
@@ -103,8 +130,10 @@ def write_outputs(
         skeleton.check_unchanged()
         _commit(destination, data, data_name, model)
     flush_directory(destination.directory)
-    if destination.overwrite:
-        _remove_obsolete(destination, data_name, in_use)
+    in_use |= named_files(skeleton.model, destination.directory)
+    for path in obsolete - in_use:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     return data_name
 
 
@@ -126,16 +155,7 @@ def _commit(destination: Destination, data: PendingFile | None, data_name: str |
     try:
         model.commit(destination.path, replace=destination.overwrite)
     except BaseException:
-        if data_path is not None and not existed:
+        if data_path is not None and not existed and not model.placed:
             with contextlib.suppress(OSError):
                 os.unlink(data_path)
         raise
-
-
-def _remove_obsolete(destination: Destination, data_name: str | None, in_use: Iterable[str]) -> None:
-    """Remove the data files of the model that was replaced."""
-    needed = {os.path.realpath(path) for path in in_use}
-    for path in destination.data_files():
-        if os.path.basename(path) != data_name and os.path.realpath(path) not in needed:
-            with contextlib.suppress(OSError):
-                os.unlink(path)

@@ -8,6 +8,8 @@ import os
 import secrets
 from types import TracebackType
 
+import numpy as np
+
 from ort_delayed.loader.reading import PIECE_BYTES, read_into
 
 __all__ = ["PAGE_BYTES", "CopyBuffer", "PendingDataFile", "PendingFile", "flush_directory"]
@@ -16,6 +18,7 @@ PAGE_BYTES = 4096
 """Every payload of a data file starts on a multiple of this, so that it can be mapped by itself."""
 
 _WRITE_BUFFER_BYTES = 4 << 20
+_HOLE_BYTES = 64 << 10
 
 
 class CopyBuffer:
@@ -37,7 +40,10 @@ class CopyBuffer:
             for start in range(0, nbytes, PIECE_BYTES):
                 piece = view[: min(PIECE_BYTES, nbytes - start)]
                 read_into(fd, piece, offset + start)
-                out.write(piece)
+                if len(piece) >= _HOLE_BYTES and not np.frombuffer(piece, np.uint8).any():
+                    out.write_zeros(piece)
+                else:
+                    out.write(piece)
 
 
 class PendingFile:
@@ -72,11 +78,24 @@ class PendingFile:
         """Append bytes."""
         self._file.write(data)
 
+    def write_zeros(self, zeros: bytes | memoryview) -> None:
+        """Append these zeros as a hole: what is sparse stays sparse."""
+        self._file.seek(len(zeros), os.SEEK_CUR)
+
     def flush_to_disk(self) -> None:
         """Return when all that was written is on the disk; nothing can be appended any more."""
         self._file.flush()
+        self._file.truncate()  # a hole at the end makes no file longer by itself
         os.fsync(self._file.fileno())
         self._file.close()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the file has got its name, even if an interrupt came before :meth:`commit` returned."""
+        try:
+            return os.stat(self.path).st_nlink > 1
+        except FileNotFoundError:
+            return True
 
     def commit(self, path: str, *, replace: bool) -> None:
         """Give the file its name, at once.
@@ -103,13 +122,19 @@ class PendingDataFile(PendingFile):
     def __init__(self, directory: str, name: str) -> None:
         super().__init__(directory, name)
         self.position = 0
-        self._digest = hashlib.blake2b(digest_size=6)
+        self._digest = hashlib.sha256()  # which processors have instructions for
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         super().write(data)
         self._digest.update(data)
         self.position += len(data)
+
+    def write_zeros(self, zeros: bytes | memoryview) -> None:
+        """Append zeros as a hole."""
+        super().write_zeros(zeros)
+        self._digest.update(zeros)
+        self.position += len(zeros)
 
     def pad_to(self, offset: int) -> None:
         """Append zeros up to ``offset``."""
@@ -120,7 +145,7 @@ class PendingDataFile(PendingFile):
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that stand for the content."""
-        return self._digest.hexdigest()
+        return self._digest.hexdigest()[:12]
 
 
 def flush_directory(directory: str) -> None:
@@ -144,4 +169,6 @@ def _rename_to_free_name(old: str, new: str) -> None:
             raise FileExistsError(f"'{new}' exists") from None
         os.rename(old, new)
     else:
-        os.unlink(old)
+        # The file has its name; that it has another one too is no failure.
+        with contextlib.suppress(OSError):
+            os.unlink(old)

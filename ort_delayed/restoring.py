@@ -113,8 +113,7 @@ def restore_model(
                 inline_others(skeleton, decisions, reader)
                 _apply(skeleton.model, scopes, restored, data_name, reader)
 
-        in_use = {p.path for p in payloads}
-        data_name = write_outputs(skeleton, place, fill if layout.end else None, finish, in_use)
+        data_name = write_outputs(skeleton, place, fill if layout.end else None, finish)
         rows = [_report(r, data_name) for r in restored] + [decision_report(d, data_name) for d in external]
         data_path = os.path.join(place.directory, data_name) if data_name is not None else None
         return ConversionReport(skeleton.path, place.path, data_path, layout.end, tuple(rows))
