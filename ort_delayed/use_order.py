@@ -15,9 +15,18 @@ import onnx
 
 from ort_delayed.graphs import bodies, read_names
 
-__all__ = ["NodeVisit", "WeightUse", "execution_order", "nodes_in_order", "order_of_use", "scoped_initializers"]
+__all__ = [
+    "ROW_READERS",
+    "NodeVisit",
+    "WeightUse",
+    "execution_order",
+    "nodes_in_order",
+    "order_of_use",
+    "scoped_initializers",
+]
 
-_ROW_READERS = {("Gather", 0), ("GatherND", 0), ("GatherElements", 0), ("EmbedLayerNormalization", 2)}
+ROW_READERS = {("Gather", 0), ("GatherND", 0), ("GatherElements", 0), ("EmbedLayerNormalization", 2)}
+"""Operators, with the input, that read single rows of a weight: an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,7 @@ def _uses(visits: Iterator[NodeVisit]) -> Iterator[WeightUse]:
         node = visit.node
         for place, name in enumerate(node.input):
             if name in visit.weights:
-                by_rows = (node.op_type, place) in _ROW_READERS
+                by_rows = (node.op_type, place) in ROW_READERS
                 consumer = node.name or next(iter(node.output), "")
                 yield WeightUse(visit.weights[name], consumer, node.op_type, place, by_rows)
 
