@@ -7,6 +7,7 @@ order depends on nothing else: not on the shards, the index, the locale or the h
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +21,18 @@ __all__ = ["LayerGroup", "LayerGroupSpec", "group_names", "group_tensors", "natu
 _LAYER = re.compile(
     r"(?:^|\.)(?P<container>layers?|blocks?|h)\.(?P<number>[0-9]{1,9})(?=\.|$)", re.IGNORECASE | re.ASCII
 )
-_EMBEDDINGS = {"wte", "wpe", "shared"}
-_HEADS = {"cls", "embed_out", "head", "heads", "qa_outputs", "score"}
-_HEAD_PARTS = ("classifier", "classification_head", "lm_head")
+_HEAD = r"(?<![^.])(?:cls|embed_out|heads?|qa_outputs|score)(?![^.])|classifier|classification_head|lm_head"
+_EMBEDDING = r"embed|(?<![^.])(?:wte|wpe|shared)(?![^.])"
+# Both for lower-case paths. Whichever comes first decides; looking at the first letter halves the time of a search.
+_END = re.compile(rf"(?=[cehlqsw])(?:(?P<head>{_HEAD})|(?P<embedding>{_EMBEDDING}))")
+_HEAD_AT_END = re.compile(rf"(?:{_HEAD})[^.]*$")
 # Last components that are parameters of the module before them.
 _PARAMETERS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked"}
 _PARAMETERS |= {"weight_scale", "weight_scale_inv", "input_scale", "qweight", "qzeros", "scales", "g_idx"}
 _DIGITS = re.compile(r"([0-9]+)")
 
 _FIRST, _NUMBERED, _REST, _LAST = range(4)
-# Text and numbers in turn, text first, so that two keys always compare like with like.
-_NaturalKey = tuple["tuple[int, str] | str", ...]
-_Order = tuple[int, int, _NaturalKey, int, _NaturalKey, str]
+_Order = tuple[int, str, int, str]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LayerGroup:
     tensors: tuple[TensorOnDisk, ...]
 
 
-def natural_key(text: str) -> tuple[_NaturalKey, str]:
+def natural_key(text: str) -> tuple[str, str]:
     """A sort key by which ``layer.2`` comes before ``layer.10``; case counts only between names that are else equal.
 
     Numbers are compared by their digits, of which there may be any number.
@@ -68,23 +69,26 @@ def natural_key(text: str) -> tuple[_NaturalKey, str]:
     return _natural(text), text
 
 
-def _natural(text: str) -> _NaturalKey:
-    parts: list[tuple[int, str] | str] = list(_DIGITS.split(text.lower()))
+def _natural(text: str) -> str:
+    # A number becomes a sign below every other, how many digits it has (as one character), and the digits.
+    parts = _DIGITS.split(text.lower())
     for i in range(1, len(parts), 2):
-        digits = str(parts[i]).lstrip("0")
-        parts[i] = (len(digits), digits)
-    return tuple(parts)
+        digits = parts[i].lstrip("0")
+        parts[i] = f"\0{chr(min(len(digits), sys.maxunicode))}{digits}"
+    return "".join(parts)
 
 
 def group_tensors(tensors: Iterable[TensorOnDisk], layers_per_group: int = 1) -> tuple[LayerGroup, ...]:
     """The layer groups of ``tensors`` (names unique), ``layers_per_group`` consecutive ones joined into one."""
     by_name = {t.name: t for t in tensors}
-    paths = {path: Path(path) for path in {t.path for t in by_name.values()}}
+    files_of: dict[frozenset[str], tuple[Path, ...]] = {}
     groups = []
     for name, names in group_names(by_name, layers_per_group):
-        members = tuple(by_name[n] for n in names)
-        files = tuple(sorted({paths[t.path] for t in members}))
-        spec = LayerGroupSpec(name, names, files, sum(t.nbytes for t in members))
+        members = tuple([by_name[n] for n in names])
+        paths = frozenset([t.path for t in members])
+        if paths not in files_of:
+            files_of[paths] = tuple(sorted(map(Path, paths)))
+        spec = LayerGroupSpec(name, names, files_of[paths], sum([t.nbytes for t in members]))
         groups.append(LayerGroup(spec, members))
     return tuple(groups)
 
@@ -99,14 +103,21 @@ def group_names(names: Iterable[str], layers_per_group: int = 1) -> tuple[tuple[
     order: dict[str, _Order] = {}
     for place, placed in by_place.items():
         group, key = _group(place, labels)
-        members.setdefault(group, []).extend(placed)
-        order[group] = min(order.get(group, key), key)
+        if group in members:  # one stack under two paths, or a module that is called like a layer
+            members[group].extend(placed)
+            order[group] = min(order[group], key)
+        else:
+            members[group] = placed
+            order[group] = key
     ordered = sorted(members, key=order.__getitem__)
     joined = []
     for start in range(0, len(ordered), layers_per_group):
         part = ordered[start : start + layers_per_group]
         name = part[0] if len(part) == 1 else f"{part[0]}..{part[-1]}"
-        joined.append((name, tuple(sorted((n for g in part for n in members[g]), key=natural_key))))
+        together = [n for g in part for n in members[g]]
+        if len(together) > 1:
+            together.sort(key=natural_key)
+        joined.append((name, tuple(together)))
     return tuple(joined)
 
 
@@ -125,33 +136,25 @@ def _place(name: str) -> _Place:
     if numbered is not None:
         stack = path[: numbered.end("container")].lower()
         # The layers of a head (`classifier.layers.0`) are no stack of the model.
-        if _is_head(stack.split(".")[-2] if "." in stack else ""):
+        if _HEAD_AT_END.search(stack.rpartition(".")[0]):
             return _Place(_LAST)
         return _Place(_NUMBERED, stack, int(numbered["number"]))
-    components = path.split(".")
-    for component in path.lower().split("."):
-        if _is_head(component):
-            return _Place(_LAST)
-        if "embed" in component or component in _EMBEDDINGS:
-            return _Place(_FIRST)
-    if len(components) > 1 and components[-1].lower() in _PARAMETERS:
-        components.pop()
-    return _Place(_REST, module=".".join(components))
-
-
-def _is_head(component: str) -> bool:
-    return component in _HEADS or any(part in component for part in _HEAD_PARTS)
+    end = _END.search(path.lower())
+    if end is not None:
+        return _Place(_FIRST if end["head"] is None else _LAST)
+    module, _, parameter = path.rpartition(".")
+    return _Place(_REST, module=module if module and parameter.lower() in _PARAMETERS else path)
 
 
 def _group(place: _Place, labels: Mapping[str, tuple[int, str]]) -> tuple[str, _Order]:
     if place.kind == _FIRST:
-        return "embeddings", (_FIRST, 0, (), 0, (), "")
+        return "embeddings", (_FIRST, "", 0, "")
     if place.kind == _LAST:
-        return "classifier", (_LAST, 0, (), 0, (), "")
+        return "classifier", (_LAST, "", 0, "")
     if place.kind == _NUMBERED:
-        side, label = labels[place.stack]
-        return f"{label}layer-{place.number:04d}", (_NUMBERED, side, _natural(label), place.number, (), label)
-    return place.module, (_REST, 0, (), 0, *natural_key(place.module))
+        rank, label = labels[place.stack]
+        return f"{label}layer-{place.number:04d}", (_NUMBERED, f"{rank}{_natural(label)}", place.number, label)
+    return place.module, (_REST, _natural(place.module), 0, place.module)
 
 
 def _label_stacks(stacks: set[str]) -> dict[str, tuple[int, str]]:
