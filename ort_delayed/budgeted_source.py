@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx
 import onnxruntime
 
-from ort_delayed.clock import install_clock, possible_ticks
+from ort_delayed.clock import install_clock, possible_paces, possible_ticks
 from ort_delayed.loader.budget import RamBudget, format_bytes
 from ort_delayed.loader.external_data import external_tensor, has_external_data, set_external_data
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
@@ -27,6 +27,8 @@ __all__ = ["BudgetedSource", "ModelNotSuitedError", "prepare_budgeted"]
 
 # Smaller weights are not worth a system call: they stay once they have been read.
 _LEAST_MAPPED_BYTES = 64 << 10
+# A stretch of more than this (or than a part of the budget) gets ticks even where it has no small weights.
+_LEAST_PACED_BYTES = 16 << 20
 # ONNX Runtime gets what is inline as bytes, parses them, and makes tensors of them.
 _COPIES_OF_INLINE = 4
 # ConstantFolding computes what hangs on weights alone (a Transpose, a Cast) once, and keeps the result in memory
@@ -127,7 +129,10 @@ def _prepared(
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes = max(1 << 20, budget.max_bytes // 64)
-    groups = cut_into_groups(uses, mapped, possible, least_bytes)
+    most_bytes = max(_LEAST_PACED_BYTES, budget.max_bytes // 6)
+    groups = cut_into_groups(
+        uses, mapped, possible, possible_paces(model.graph), least_bytes=least_bytes, most_bytes=most_bytes
+    )
     ticks = {tick: lambda number=number: on_tick(number) for number, (tick, _) in enumerate(groups) if tick is not None}
     replaced = _replaced_bytes(model.graph, mapped, tensors)
     install_clock(model, ticks, binding, external_directory)

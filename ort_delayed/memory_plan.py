@@ -120,33 +120,44 @@ class MemoryPlan:
 
 
 def cut_into_groups(
-    uses: Sequence[WeightUse], mapped: Mapping[str, int], ticks: Collection[str], least_bytes: int = _LEAST_GROUP_BYTES
+    uses: Sequence[WeightUse],
+    mapped: Mapping[str, int],
+    ticks: Collection[str],
+    paces: Collection[str] = (),
+    *,
+    least_bytes: int = _LEAST_GROUP_BYTES,
+    most_bytes: int = 1 << 62,
 ) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
     """Cut the uses of a run into groups: pairs of the tick that begins it, and the mapped weights it uses.
 
     Args:
         uses: the order of use.
         mapped: sizes in bytes of the mapped weights.
-        ticks: weights that may become ticks. Of those between two mapped weights the last is taken, and none where
-            the group that it would end has fewer than ``least_bytes``.
+        ticks: small weights that may become ticks. Of those between two mapped weights the last is taken, and none
+            where the group that it would end has fewer than ``least_bytes``.
+        paces: mapped weights that may announce themselves, where otherwise a group would pass ``most_bytes``.
         least_bytes: see ``ticks``.
+        most_bytes: see ``paces``.
     """
     groups: list[tuple[str | None, list[str]]] = [(None, [])]
     seen: set[str] = set()
     candidate: str | None = None
     for use in uses:
-        if use.weight in ticks and use.weight not in seen:
-            candidate = use.weight
+        is_new = use.weight not in seen
         seen.add(use.weight)
+        if use.weight in ticks and is_new:
+            candidate = use.weight
         if use.weight not in mapped:
             continue
-        group = groups[-1][1]
-        if candidate is not None and (groups[-1][0] is None or sum(mapped[w] for w in group) >= least_bytes):
+        tick, group = groups[-1]
+        size = sum(mapped[w] for w in group)
+        if candidate is None and is_new and use.weight in paces and group and size + mapped[use.weight] > most_bytes:
+            groups.append((use.weight, []))
+        elif candidate is not None and (tick is None or size >= least_bytes):
             groups.append((candidate, []))
-            group = groups[-1][1]
         candidate = None
-        if use.weight not in group:
-            group.append(use.weight)
+        if use.weight not in groups[-1][1]:
+            groups[-1][1].append(use.weight)
     return tuple((tick, tuple(weights)) for tick, weights in groups)
 
 
