@@ -316,8 +316,9 @@ else:
 # --- What the machine is, and who else is at work -------------------------------------------------------------------
 
 # By what ONNX Runtime's math library (mlas, platform.cpp) chooses kernels and layouts of packed weights.
-_X86_FEATURES = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
-_X86_FEATURES += ("avx512_bf16", "avx_vnni", "avx_vnni_int8", "avx_ne_convert", "amx_tile", "amx_int8", "amx_bf16")
+_X86_FEATURES: tuple[str, ...] = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert")
+_X86_FEATURES += ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+_X86_FEATURES += ("amx_tile", "amx_int8", "amx_bf16")
 _ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "svei8mm", "svebf16", "sme", "sme2")
 
 

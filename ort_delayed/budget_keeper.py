@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ort_delayed.loader.probe import PeakSource
 from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 from ort_delayed.memory_plan import MemoryPlan, make_plan
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.packed_source import optimized_already
 from ort_delayed.pager import PagedGroup, PagedPiece, Pager, PagerCounts
 from ort_delayed.watcher import Watcher
 
@@ -187,7 +188,9 @@ class BudgetKeeper:
         assert self._source is not None
         assert self._files is not None
         # Mappings are told apart by what is new, so two constructions must not overlap.
-        with _one_construction, _config_entry(options, _PREPACKING_ENTRY, "1"):
+        prepacking = "0" if self._source.packed else "1"
+        optimized = nullcontext() if self._source.packed is None else optimized_already(options)
+        with _one_construction, optimized, _config_entry(options, _PREPACKING_ENTRY, prepacking):
             before = set(platform.file_mappings(self._files.paths))
 
             def cancel() -> None:

@@ -19,6 +19,7 @@ from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.memory_plan import PlannedWeight, cut_into_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.packed_source import accept_packed, read_ranges
 from ort_delayed.preparing import prepare
 from ort_delayed.skeletons import Skeleton
 from ort_delayed.use_order import WeightUse, order_of_use, scoped_initializers
@@ -52,6 +53,8 @@ class BudgetedSource:
         weights: the same, in order of first use, for the plan.
         groups: what a run uses when: pairs of tick and names of weights.
         disabled_optimizers: optimizers that would put copies of mapped weights into memory.
+        packed: whether kernels read packed weights from the files; None where the model is no packed one, which has
+            been optimised already.
     """
 
     model: bytes
@@ -60,6 +63,7 @@ class BudgetedSource:
     weights: Mapping[str, PlannedWeight]
     groups: tuple[tuple[str | None, tuple[str, ...]], ...]
     disabled_optimizers: tuple[str, ...]
+    packed: bool | None = None
 
 
 def prepare_budgeted(
@@ -118,6 +122,7 @@ def _prepared(
     weights_dir: str | None,
     skeleton: Skeleton | None,
 ) -> BudgetedSource:
+    packed = accept_packed(model, directory)
     made = prepare(model, binding, model_directory=directory, weights_dir=weights_dir)
     model, external_directory = made.model, made.external_directory
     tensors = {
@@ -126,6 +131,8 @@ def _prepared(
         if has_external_data(tensor)
     }
     uses = order_of_use(model.graph)
+    if packed:
+        uses, tensors = read_ranges(uses, tensors, dict(scoped_initializers(model.graph)))
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes = max(1 << 20, budget.max_bytes // 64)
@@ -144,7 +151,8 @@ def _prepared(
         tuple(t for n, t in tensors.items() if n in mapped),
         _weights(uses, mapped),
         groups,
-        _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 else (),
+        _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 and packed is None else (),
+        packed,
     )
 
 

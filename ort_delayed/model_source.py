@@ -19,6 +19,7 @@ from ort_delayed.loader.reading import read_into
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.packed_source import PACKED_MENTION, accept_packed
 from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
 from ort_delayed.skeletons import NotAModelError, Skeleton
 
@@ -26,7 +27,7 @@ __all__ = ["external_directory", "leave_external_directory", "prepare_source"]
 __all__ += ["refuse_optimized_model", "serialized"]
 
 _PIECE_BYTES = 4 << 20
-_MENTION = OP_TYPE.encode()
+_MENTIONS = (OP_TYPE.encode(), PACKED_MENTION)
 
 
 def prepare_source(
@@ -34,8 +35,14 @@ def prepare_source(
     options: onnxruntime.SessionOptions,
     binding: Binding,
     weights_dir: str | os.PathLike[str] | None,
-) -> tuple[Any, str | None]:
-    """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory."""
+) -> tuple[Any, str | None, bool]:
+    """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory.
+
+    The third is whether the model is a packed one, which has been optimised already.
+
+    Raises:
+        PackedModelError, PackManifestError: it is one, and cannot be used here.
+    """
     confined = None if weights_dir is None else os.fspath(weights_dir)
 
     def prepared(model: onnx.ModelProto, directory: str) -> PreparedModel:
@@ -44,24 +51,28 @@ def prepare_source(
 
     # What cannot be read or parsed goes to ONNX Runtime as it is, which says what is wrong with it.
     if isinstance(source, bytes):
-        model = _parse(source) if _MENTION in source else None
-        if model is None or not has_delayed_nodes(model):
-            return source, None
+        model = _parse(source) if any(m in source for m in _MENTIONS) else None
+        if model is None:
+            return source, None, False
+        packed = accept_packed(model, os.path.abspath(confined or "")) is not None
+        if not has_delayed_nodes(model):
+            return source, None, packed
         made = prepared(model, os.path.abspath(confined or ""))
         del model
-        return made.model.SerializeToString(), made.external_directory
-    if not isinstance(source, (str, os.PathLike)) or not _mentions_delayed_nodes(source):
-        return source, None
+        return made.model.SerializeToString(), made.external_directory, packed
+    if not isinstance(source, (str, os.PathLike)) or not _is_worth_parsing(source):
+        return source, None, False
     try:
         skeleton = Skeleton(source)
     except (OSError, NotAModelError):
-        return source, None
+        return source, None, False
     with skeleton:
+        packed = accept_packed(skeleton.model, skeleton.directory) is not None
         if not has_delayed_nodes(skeleton.model):
-            return source, None
+            return source, None, packed
         made = prepared(skeleton.model, os.path.dirname(os.path.abspath(source)))
         skeleton.model = made.model
-        return serialized(skeleton), made.external_directory
+        return serialized(skeleton), made.external_directory, packed
 
 
 def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:
@@ -85,17 +96,19 @@ def _parse(data: bytes) -> onnx.ModelProto | None:
     return model
 
 
-def _mentions_delayed_nodes(path: str | os.PathLike[str]) -> bool:
-    """Whether the op's name occurs in the file: a model without it is neither parsed nor held in memory."""
+def _is_worth_parsing(path: str | os.PathLike[str]) -> bool:
+    """Whether the file mentions the op or a packed model's manifest; others are neither parsed nor held in memory."""
     if not os.path.isfile(path):
         return False
+    longest = max(map(len, _MENTIONS))
     try:
         with open(path, "rb", buffering=0) as file:
             tail = b""
             while piece := file.read(_PIECE_BYTES):
-                if _MENTION in piece or _MENTION in tail + piece[: len(_MENTION)]:
+                seam = tail + piece[:longest]
+                if any(m in piece or m in seam for m in _MENTIONS):
                     return True
-                tail = piece[-len(_MENTION) :]
+                tail = piece[-longest:]
     except OSError:
         return False
     return False

@@ -23,6 +23,7 @@ from ort_delayed.memory_plan import MemoryPlan
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.packed_source import optimized_already
 from ort_delayed.run_threads import RunThreads
 
 __all__ = ["InferenceSession", "prepare_model"]
@@ -225,7 +226,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         try:
             budgeted: AbstractContextManager[None] = nullcontext()
             if self._budget is None:
-                model, directory = prepare_source(self._source, options, binding, self._weights_dir)
+                model, directory, packed = prepare_source(self._source, options, binding, self._weights_dir)
+                if packed:
+                    budgeted = optimized_already(options)
             else:
                 model, directory = self._budget.prepare(self._source, options, binding, self._weights_dir)
                 budgeted = self._budget.constructing(options)
@@ -285,7 +288,7 @@ def prepare_model(
     refuse_bound(sess_options)
     binding = Binding(log_failures=True)
     try:
-        prepared, directory = prepare_source(model, sess_options, binding, weights_dir)
+        prepared, directory, _ = prepare_source(model, sess_options, binding, weights_dir)
         register_custom_ops(sess_options)
         if directory is not None:
             leave_external_directory(sess_options, directory)

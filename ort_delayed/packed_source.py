@@ -1,0 +1,117 @@
+"""Sessions on packed models: is the model one, does it suit this machine, which ranges does a run read.
+
+ONNX Runtime itself sees to it that packed bytes are the right ones: when a session is made, each kernel packs its
+weight once more, one at a time, and ONNX Runtime takes the saved bytes instead only where they are the same. So a
+packed model that was made elsewhere is slower, never wrong, as long as its graph suits the processor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import onnx
+import onnxruntime
+
+from ort_delayed.loader.element_types import element_type_from_onnx
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk
+from ort_delayed.pack_manifest import MANIFEST_KEY, check_manifest, read_manifest
+from ort_delayed.prepacked_entries import packed_weights
+from ort_delayed.use_order import WeightUse
+
+__all__ = [
+    "PACKED_MENTION",
+    "PackedModelError",
+    "PackedModelWarning",
+    "accept_packed",
+    "optimized_already",
+    "read_ranges",
+]
+
+PACKED_MENTION = MANIFEST_KEY.encode()
+"""Occurs in every packed model file; a model without it need not be parsed to know that it is none."""
+
+
+class PackedModelError(ValueError):
+    """A packed model cannot be used here: it is not whole, or its graph was made for another processor."""
+
+
+class PackedModelWarning(UserWarning):
+    """A packed model was packed with another ONNX Runtime or for another processor: it runs as if it were unpacked."""
+
+
+def accept_packed(model: onnx.ModelProto, directory: str) -> bool | None:
+    """Whether kernels can read a model's packed weights here; None where the model is not a packed one.
+
+    Where they cannot, because of another ONNX Runtime or processor, a :class:`PackedModelWarning` says why.
+
+    Args:
+        model: the model.
+        directory: where its data file stands.
+
+    Raises:
+        PackManifestError: the manifest cannot be read.
+        PackedModelError: the model cannot be used here.
+    """
+    manifest = read_manifest(model)
+    if manifest is None:
+        return None
+    found = check_manifest(manifest, directory)
+    if found.faults:
+        raise PackedModelError(f"the packed model in '{directory}' cannot be used here: {'; '.join(found.faults)}")
+    if manifest.prepack and found.differences:
+        warnings.warn(
+            f"the packed model in '{directory}' runs as if it were unpacked: {'; '.join(found.differences)}. "
+            "Pack it again here (ort_delayed.pack_model) to have its weights packed",
+            PackedModelWarning,
+            stacklevel=5,
+        )
+    return manifest.prepack and not found.differences
+
+
+@contextmanager
+def optimized_already(options: onnxruntime.SessionOptions) -> Iterator[None]:
+    """While a session on a packed model is built, the options ask for no optimisation: it has been done."""
+    level = options.graph_optimization_level
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        yield
+    finally:
+        options.graph_optimization_level = level
+
+
+def read_ranges(
+    uses: Sequence[WeightUse], tensors: Mapping[str, TensorOnDisk], initializers: Mapping[str, onnx.TensorProto]
+) -> tuple[tuple[WeightUse, ...], dict[str, TensorOnDisk]]:
+    """What a run of a packed model reads: the uses of weights as uses of ranges, and the ranges.
+
+    A node whose operator packed a weight reads the packed buffers; any other reads the raw values. Both are called
+    after the weight, with the buffer's key behind it (``"fc.weight MatMul+3768020039991512728 0"``).
+
+    Args:
+        uses: the order of use.
+        tensors: the external weights, by the names that the uses have.
+        initializers: their protos.
+    """
+    uint8 = element_type_from_onnx(onnx.TensorProto.UINT8)
+    assert uint8 is not None
+    ranges: dict[str, TensorOnDisk] = {}
+    packed: dict[tuple[str, str], list[str]] = {}
+    for name, stored in tensors.items():
+        for form in packed_weights(initializers[name]):
+            for number, buffer in enumerate(form.buffers):
+                range_name = f"{name} {form.key} {number}"
+                shape = (buffer.nbytes,)
+                ranges[range_name] = TensorOnDisk(range_name, stored.path, buffer.offset, buffer.nbytes, shape, uint8)
+                packed.setdefault((name, form.op_type), []).append(range_name)
+    read: list[WeightUse] = []
+    for use in uses:
+        names = packed.get((use.weight, use.op_type))
+        if names is None:
+            names = [use.weight]
+            if use.weight in tensors:
+                ranges[use.weight] = tensors[use.weight]
+        read.extend(replace(use, weight=name) for name in names)
+    return tuple(read), ranges
