@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
 from ort_delayed.loader.layers import LayerGroup, LayerGroupSpec, group_tensors
 from ort_delayed.loader.mapping import StreamedLayerGroup, map_group, ranges_of
@@ -80,6 +81,8 @@ def make_plan(source: Path, probe: PeakRamProbe, *, layers_per_group: int = 1) -
     before = probe.checkpoint("starting discovery")
     weights = discover_weights(source, probe=probe)
     groups = group_tensors(weights.tensors, layers_per_group)
+    # What was parsed and is free again must not count as retained, nor be missing when the first group is mapped.
+    platform.release_free_memory()
     after = probe.checkpoint(f"planning the layer groups of '{source}'")
     return LoadPlan(weights, groups, max(after - before, 0))
 
@@ -137,8 +140,7 @@ class StreamingWeightLoader:
             RamBudgetExceeded, RamProbeUnavailable: from the budget.
         """
         if self._plan is None:
-            with self._probe() as probe:
-                self._plan = make_plan(self.source, probe, layers_per_group=self.layers_per_group)
+            self._plan = self._discover(self._probe())
         return self._plan
 
     @property
@@ -208,6 +210,12 @@ class StreamingWeightLoader:
     def _probe(self) -> PeakRamProbe:
         return PeakRamProbe(self.ram_budget, rss_sampler=self._rss_sampler)
 
+    def _discover(self, probe: PeakRamProbe) -> LoadPlan:
+        # What is free already must not be given back in between, and make the plan look smaller than it is.
+        platform.release_free_memory()
+        with probe:
+            return make_plan(self.source, probe, layers_per_group=self.layers_per_group)
+
     def _groups(self, progress: Callable[[LoadProgress], Any] | None) -> Generator[StreamedLayerGroup, None, None]:
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, found {type(progress).__name__}")
@@ -220,8 +228,7 @@ class StreamingWeightLoader:
         try:
             if self._plan is None:
                 # Discovery has a baseline of its own; if it fails, its measurements are the report's.
-                with probe:
-                    self._plan = make_plan(self.source, probe, layers_per_group=self.layers_per_group)
+                self._plan = self._discover(probe)
                 probe = self._probe()
             plan = self._plan
             probe.start(charged_bytes=plan.retained_bytes)
