@@ -123,6 +123,8 @@ class BudgetKeeper:
         self._source: BudgetedSource | None = None
         self._files: MappedFiles | None = None
         self._pager: Pager | None = None
+        self._by_page = platform.PageByPage()
+        self._unpaged: dict[str, tuple[Piece, ...]] = {}
         self._plan: MemoryPlan | None = None
         self._report = MemoryReport(
             self.budget.max_bytes, self._baseline, 0, 0, "highest-sample", 0, None, drops_page_cache=False
@@ -190,7 +192,8 @@ class BudgetKeeper:
         # Mappings are told apart by what is new, so two constructions must not overlap.
         prepacking = "0" if self._source.packed else "1"
         optimized = nullcontext() if self._source.packed is None else optimized_already(options)
-        with _one_construction, optimized, _config_entry(options, _PREPACKING_ENTRY, prepacking):
+        entry = _config_entry(options, _PREPACKING_ENTRY, prepacking)
+        with _one_construction, optimized, entry, _without_memory_pattern(options):
             before = set(platform.file_mappings(self._files.paths))
 
             def cancel() -> None:
@@ -227,10 +230,7 @@ class BudgetKeeper:
             by_rows = name in source.weights and source.weights[name].by_rows
             numbers[name] = range(len(pieces), len(pieces) + len(own))
             pieces.extend(PagedPiece(p.nbytes, by_rows, self._giving_up(p, files)) for p in own)
-            if by_rows:
-                # A touch of one row must not make two megabytes resident.
-                for piece in own:
-                    platform.map_by_small_pages(piece.address, piece.nbytes)
+            self._unpaged[name] = own
         groups = [
             PagedGroup(tuple(n for name in names for n in numbers.get(name, ())), 0) for _, names in source.groups
         ]
@@ -287,8 +287,12 @@ class BudgetKeeper:
             activations_bytes=activations_bytes,
             groups=self._source.groups,
             weights=self._source.weights,
+            can_map_by_page=self._by_page.works,
         )
         self._plan = plan
+        for name in plan.by_page:
+            for piece in self._unpaged.pop(name, ()):
+                self._by_page.add(piece.address, piece.nbytes)
         limit = plan.budget_bytes - plan.headroom_bytes
         self._mark = limit + plan.headroom_bytes // 4
         self._pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
@@ -432,6 +436,7 @@ class BudgetKeeper:
         self._idle_rss = _resident_bytes()
 
     def _release_model(self) -> None:
+        self._unpaged.clear()
         pager, self._pager = self._pager, None
         files, self._files = self._files, None
         if pager is not None:
@@ -443,6 +448,7 @@ class BudgetKeeper:
         """End the thread, and give up nothing any more. Safe to call twice."""
         self._watcher.close()
         self._release_model()
+        self._by_page.close()
 
 
 def _resident_bytes() -> int:
@@ -474,6 +480,20 @@ def _config_entry(options: onnxruntime.SessionOptions, key: str, value: str) -> 
         yield
     finally:
         options.add_session_config_entry(key, previous)
+
+
+@contextmanager
+def _without_memory_pattern(options: onnxruntime.SessionOptions) -> Iterator[None]:
+    """While the session is built, the options have no memory pattern.
+
+    With it a second run takes one planned block for its activations, beside those that the first run has left in the
+    arena: twice the memory, for each shape of inputs.
+    """
+    previous, options.enable_mem_pattern = options.enable_mem_pattern, False
+    try:
+        yield
+    finally:
+        options.enable_mem_pattern = previous
 
 
 def _all_after_fork() -> None:

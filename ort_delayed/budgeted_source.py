@@ -137,9 +137,9 @@ def _prepared(
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes = max(1 << 20, budget.max_bytes // 64)
     most_bytes = max(_LEAST_PACED_BYTES, budget.max_bytes // 6)
-    groups = cut_into_groups(
-        uses, mapped, possible, possible_paces(model.graph), least_bytes=least_bytes, most_bytes=most_bytes
-    )
+    # A weight that goes through a Reshape is no constant any more, and only those are taken packed.
+    paces = set() if packed else possible_paces(model.graph)
+    groups = cut_into_groups(uses, mapped, possible, paces, least_bytes=least_bytes, most_bytes=most_bytes)
     ticks = {tick: lambda number=number: on_tick(number) for number, (tick, _) in enumerate(groups) if tick is not None}
     replaced = _replaced_bytes(model.graph, mapped, tensors)
     install_clock(model, ticks, binding, external_directory)

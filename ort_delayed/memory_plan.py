@@ -20,6 +20,7 @@ HEADROOM_BYTES = 48 * _MIB
 """Most bytes held back where weights stream between two ticks: what two busy cores can touch before a late poll."""
 _PACED_HEADROOM_BYTES = 16 * _MIB
 _LEAST_HEADROOM_BYTES = 4 * _MIB
+_BY_PAGE_HEADROOM_BYTES = 32 * _MIB
 # Groups of less are joined: a tick costs some 20 us, in which a core reads a quarter of this.
 _LEAST_GROUP_BYTES = _MIB
 # Inside a group that streams, more than its largest weight: what is touched until the next poll.
@@ -70,6 +71,7 @@ class MemoryPlan:
         mapped_bytes: all mapped weights.
         headroom_bytes: held back, because a watching thread can be late.
         groups: what is used when.
+        by_page: weights of which a touch should map single pages: those read by rows, and those that do not fit.
         weights: the mapped weights, in order of first use.
         stays_bytes: mapped bytes that stay resident from run to run.
         refetched_bytes_per_run: mapped bytes that a run gives up and touches again.
@@ -84,6 +86,7 @@ class MemoryPlan:
     headroom_bytes: int
     groups: tuple[PlannedGroup, ...]
     weights: tuple[PlannedWeight, ...]
+    by_page: tuple[str, ...]
     stays_bytes: int
     refetched_bytes_per_run: int
     predicted_peak_bytes: int
@@ -168,6 +171,7 @@ def make_plan(
     activations_bytes: int,
     groups: Sequence[tuple[str | None, tuple[str, ...]]],
     weights: Mapping[str, PlannedWeight],
+    can_map_by_page: bool,
 ) -> MemoryPlan:
     """The plan for a budget. See :class:`MemoryPlan` for what the arguments mean.
 
@@ -177,15 +181,21 @@ def make_plan(
         activations_bytes: as measured in runs.
         groups: as :func:`cut_into_groups` makes them.
         weights: every mapped weight, in order of first use.
+        can_map_by_page: whether touches can be made to map single pages, so that memory grows slowly.
     """
     read_whole = {name: w.nbytes for name, w in weights.items() if not w.by_rows}
     sizes = [sum(read_whole.get(name, 0) for name in names) for _, names in groups]
     whole = sum(read_whole.values())
     free = max(budget_bytes - session_bytes - activations_bytes, 0)
-    paced_headroom = min(_PACED_HEADROOM_BYTES, free // 4)
-    # Paced: every group fits, and is announced by a tick. Then nothing streams between two ticks.
-    is_paced = max(sizes, default=0) <= free - paced_headroom or whole <= free - paced_headroom
-    headroom = paced_headroom if is_paced else min(HEADROOM_BYTES, free // 2)
+    headroom = min(_PACED_HEADROOM_BYTES, free // 4)
+    too_large = {name for name, nbytes in read_whole.items() if nbytes > free - headroom}
+    if whole > free - headroom and max(sizes, default=0) > free - headroom:
+        # A group streams between two ticks, and only the watcher sees how fast.
+        is_slow = can_map_by_page and all(
+            size <= free - headroom or not too_large.isdisjoint(names)
+            for (_, names), size in zip(groups, sizes, strict=True)
+        )
+        headroom = min(_BY_PAGE_HEADROOM_BYTES, free // 3) if is_slow else min(HEADROOM_BYTES, free // 2)
     room = free - headroom
     planned = []
     for (tick, names), size in zip(groups, sizes, strict=True):
@@ -204,6 +214,7 @@ def make_plan(
         headroom_bytes=headroom,
         groups=tuple(planned),
         weights=tuple(weights.values()),
+        by_page=tuple(name for name, w in weights.items() if w.by_rows or w.nbytes > room),
         stays_bytes=stays,
         refetched_bytes_per_run=whole - stays,
         predicted_peak_bytes=fixed + min(mapped, room),
