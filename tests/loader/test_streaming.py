@@ -144,6 +144,14 @@ def test_the_documented_example(
     assert 0 <= int(printed[1]) <= 192 * MIB
 
 
+def test_the_documented_probe(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text(encoding="utf-8")
+    exec(compile(page.split("```python\n")[2].split("```")[0], "docs/streaming.md", "exec"), {})
+    peak, within = capsys.readouterr().out.split()
+    assert within == "True"
+    assert int(peak) > 90 * MIB
+
+
 @pytest.mark.models
 def test_a_real_checkpoint(model_package: Callable[[str], Path]) -> None:
     from safetensors.numpy import load_file
