@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 import onnx
 import onnx.defs
 from onnx.defs import OpSchema
@@ -65,7 +67,16 @@ schema: OpSchema = OpSchema(
 
 def register_schema() -> None:
     """Register :data:`schema` with ``onnx.defs``; one registered before (by a reload) is replaced."""
-    if onnx.defs.has(OP_TYPE, domain=DOMAIN, max_inclusive_version=OP_VERSION):
-        onnx.defs.deregister_schema(OP_TYPE, OP_VERSION, DOMAIN)
+    _deregister_schema()
     schema.set_type_and_shape_inference_function(_infer)
     onnx.defs.register_schema(schema)
+
+
+def _deregister_schema() -> None:
+    if onnx.defs.has(OP_TYPE, domain=DOMAIN, max_inclusive_version=OP_VERSION):
+        onnx.defs.deregister_schema(OP_TYPE, OP_VERSION, DOMAIN)
+
+
+# onnx before 1.23 keeps registered schemas until after the interpreter has gone, and then hangs (1.19) or crashes
+# (1.20 to 1.22) on one that holds a Python function.
+atexit.register(_deregister_schema)
