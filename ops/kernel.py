@@ -38,8 +38,13 @@ _LARGEST_ERROR_ID: Final = 50_000
 _log = logging.getLogger("ort_delayed")
 
 
-def kernel_op_type(element_type: ElementType) -> str:
-    """The op type, in domain ``ai.rt``, of the kernel that yields ``element_type``."""
+def kernel_op_type(element_type: ElementType, *, waits: bool = False) -> str:
+    """The op type, in domain ``ai.rt``, of the kernel that yields ``element_type``.
+
+    One that ``waits`` has an int64 input, which it does not use: it says when the kernel may run.
+    """
+    if waits:
+        return f"{OP_TYPE}_after_{element_type.name}"
     return OP_TYPE if element_type.onnx == 1 else f"{OP_TYPE}_{element_type.name}"
 
 
@@ -176,14 +181,14 @@ def _misfit(declared: tuple[int, ...], error_id: int) -> tuple[int, ...]:
 
 
 def _make_op(element_type: ElementType) -> Callable[..., _Result]:
-    def op(**attributes: int) -> _Result:
+    def op(*inputs: object, **attributes: int) -> _Result:
         return _table.invoke(element_type, attributes[HANDLE_ATTRIBUTE])
 
     return op
 
 
 def _register() -> _Table:
-    """Register an op per element type, once per process, and return the table.
+    """Register two ops per element type, once per process, and return the table.
 
     Declaring another op in a domain that a session uses makes that session crash on its next run, so an import of
     this module for a second time (reload, a purged ``sys.modules``) has to find what the first one registered. The
@@ -195,10 +200,10 @@ def _register() -> _Table:
         return table
     table = anchor["_ort_delayed_table"] = _Table()
     for element_type in ELEMENT_TYPES:
-        if element_type.delayed:
+        for waits in (False, True) if element_type.delayed else ():
             onnx_op(
-                op_type=f"{DOMAIN}::{kernel_op_type(element_type)}",
-                inputs=[],
+                op_type=f"{DOMAIN}::{kernel_op_type(element_type, waits=waits)}",
+                inputs=[PyCustomOpDef.dt_int64] if waits else [],
                 outputs=[getattr(PyCustomOpDef, f"dt_{element_type.ort}")],
                 attrs={HANDLE_ATTRIBUTE: PyCustomOpDef.dt_int64},
             )(_make_op(element_type))

@@ -13,12 +13,12 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ort_delayed.loader.element_types import ElementType
+from ort_delayed.loader.element_types import ELEMENT_TYPES, ElementType
 from ort_delayed.ops.attributes import DOMAIN
 from ort_delayed.ops.errors import Payload
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
 
-__all__ = ["GUARD_MARK", "guard_name", "guard_node", "kernel_node", "shape_constant", "unknown_condition"]
+__all__ = ["GUARD_MARK", "guard_name", "guard_node", "kernel_node", "let_wait", "shape_constant", "unknown_condition"]
 
 GUARD_MARK = "ort_delayed guard"
 """Begins the name of every Reshape guard; ONNX Runtime's message about a failed run has that name in it."""
@@ -30,6 +30,15 @@ def kernel_node(element_type: ElementType, handle: int, output: str, *, name: st
     kernel.output.append(output)
     kernel.attribute.append(helper.make_attribute(HANDLE_ATTRIBUTE, handle))
     return kernel
+
+
+_WAITING = {kernel_op_type(t): kernel_op_type(t, waits=True) for t in ELEMENT_TYPES if t.delayed}
+
+
+def let_wait(kernel: onnx.NodeProto, awaited: str) -> None:
+    """Make a kernel wait until ``awaited``, an int64 value, is there."""
+    kernel.op_type = _WAITING[kernel.op_type]
+    kernel.input.append(awaited)
 
 
 def guard_name(payload: Payload) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,8 @@ import onnx
 from ort_delayed.external_files import repoint_external_data
 from ort_delayed.graphs import NamePool, bodies, iter_nodes
 from ort_delayed.inlining import inline_delayed_functions
-from ort_delayed.kernel_nodes import guard_name, guard_node, kernel_node, shape_constant, unknown_condition
+from ort_delayed.kernel_nodes import guard_name, guard_node, kernel_node, let_wait, shape_constant, unknown_condition
+from ort_delayed.load_times import awaited_activations, size_node
 from ort_delayed.loader.element_types import ElementType, element_type_from_dtype, onnx_type_name
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, is_inside
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
@@ -42,7 +43,7 @@ from ort_delayed.ops.errors import (
 )
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, Binding
 from ort_delayed.ops.payloads import FilePayload, HeldPayload, read_payload
-from ort_delayed.ordering import order_nodes
+from ort_delayed.ordering import order_nodes, place_early
 
 __all__ = ["PreparedModel", "has_delayed_nodes", "prepare"]
 
@@ -172,8 +173,10 @@ def _prepare_graph(graph: onnx.GraphProto, outer_constants: frozenset[str], cont
     constants = outer_constants | {t.name for t in graph.initializer}
     # What a body takes as its inputs hides what the graphs around it call the same.
     order, known = order_nodes(nodes, constants - {i.name for i in graph.input if i.name in outer_constants})
+    if found:
+        nodes = _let_loads_wait(nodes, order, known, context)
     arranged: list[onnx.NodeProto] = []
-    for node in (nodes[i] for i in (order if found else range(len(nodes)))):
+    for node in nodes:
         below = [_prepare_graph(body, frozenset(known), context) for body in bodies(node)]
         if any(below) and node.op_type == "If" and node.input:
             arranged.append(_hide_condition(node, context))
@@ -183,6 +186,21 @@ def _prepare_graph(graph: onnx.GraphProto, outer_constants: frozenset[str], cont
         del graph.node[:]
         graph.node.extend(arranged)
     return found
+
+
+def _let_loads_wait(
+    nodes: Sequence[onnx.NodeProto], order: Sequence[int], known: set[str], context: _Context
+) -> list[onnx.NodeProto]:
+    """Give kernels the activation that they wait for; returns the nodes, those that hang on weights alone first."""
+    front = [i for i in order if known.issuperset(nodes[i].output)]
+    sizes: dict[str, onnx.NodeProto] = {}
+    for index, activation in awaited_activations(nodes, front, known).items():
+        if activation not in sizes:
+            sizes[activation] = size_node(activation, context.names.fresh(f"{activation}/size"))
+        let_wait(nodes[index], sizes[activation].output[0])
+    in_front = set(front)
+    early = [*sizes.values(), *(nodes[i] for i in front)]
+    return place_early(early, [nodes[i] for i in order if i not in in_front])
 
 
 def _hide_condition(node: onnx.NodeProto, context: _Context) -> onnx.NodeProto:

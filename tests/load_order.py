@@ -32,6 +32,7 @@ class Observed:
     events: list[str]
     loads: list[str]
     waiting_elsewhere: list[str] = field(default_factory=list)
+    most_waiting_elsewhere: int = 0
 
 
 @dataclass
@@ -66,7 +67,10 @@ def observe(
     return _judge([e["name"].removesuffix("_kernel_time") for e in events], nodes)
 
 
-def _judge(events: list[str], nodes: dict[str, _Node]) -> Observed:
+def _judge(events: list[str], candidates: dict[str, list[_Node]]) -> Observed:
+    # Fused nodes of the two branches of an If can have one name; the one whose weights were loaded is meant.
+    ran = set(events)
+    nodes = {e: next(n for n in candidates[e] if n.reads <= ran) for e in ran}
     observed = Observed(events, [e for e in events if nodes[e].is_load])
     waiting: set[str] = set()
     for event in events:
@@ -74,35 +78,38 @@ def _judge(events: list[str], nodes: dict[str, _Node]) -> Observed:
         if node.is_load and node.used:
             waiting.add(event)
         if not node.weight_only:
+            observed.most_waiting_elsewhere = max(observed.most_waiting_elsewhere, len(waiting - node.reads))
             for other in sorted(waiting - node.reads):
                 observed.waiting_elsewhere.append(f"'{other}' waited while '{event}' ({node.proto.op_type}) ran")
             waiting -= node.reads
     return observed
 
 
-def _nodes(model: onnx.ModelProto) -> dict[str, _Node]:
-    found: dict[str, _Node] = {}
+def _nodes(model: onnx.ModelProto) -> dict[str, list[_Node]]:
+    found: dict[str, list[_Node]] = {}
     _walk(model.graph, {}, {t.name for t in model.graph.initializer}, found)
     return found
 
 
 def _walk(
-    graph: onnx.GraphProto, outer: dict[str, frozenset[str]], constants: set[str], found: dict[str, _Node]
+    graph: onnx.GraphProto, outer: dict[str, frozenset[str]], constants: set[str], found: dict[str, list[_Node]]
 ) -> None:
     loads = dict(outer)  # value name: the loads behind it, for values that depend on no input
     constants = constants | {t.name for t in graph.initializer}
     here: list[_Node] = []
+    assert len({n.name for n in graph.node}) == len(graph.node), "two nodes of one graph have the same name"
     for proto in _in_topological_order(graph):
         assert proto.name, f"a node without a name cannot be found in the profile: {proto}"
-        assert proto.name not in found, f"two nodes are called '{proto.name}'"
         inputs = _inputs(proto)
-        is_load = proto.domain == "ai.rt" and proto.op_type.startswith("DelayedInitializer")
-        weight_only = is_load or all(i in loads or i in constants for i in inputs)
+        is_kernel = proto.domain == "ai.rt"
+        # The one byte that keeps conditions unknown is no weight; it is loaded once, whenever that is.
+        is_load = is_kernel and proto.output[0] != "ort_delayed/false"
+        weight_only = is_kernel or all(i in loads or i in constants for i in inputs)
         reads = frozenset({proto.name}) if is_load else frozenset().union(*(loads.get(i, ()) for i in inputs))
         if weight_only:
             loads.update((o, reads) for o in proto.output)
         node = _Node(proto, is_load, weight_only, reads)
-        found[proto.name] = node
+        found.setdefault(proto.name, []).append(node)
         here.append(node)
         for body in _bodies(proto):
             _walk(body, loads, constants, found)
