@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnxruntime
@@ -38,7 +38,10 @@ _PREPACKING_ENTRY = "session.disable_prepacking"
 _TOUCHED_PER_CORE = 15 << 30
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
+_SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
 _one_construction = threading.Lock()
+_all_runs_lock = threading.Lock()
+_keepers: weakref.WeakSet[BudgetKeeper] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,19 @@ class MemoryReport:
 
 @dataclass(slots=True)
 class _Run:
-    """A run that is under way."""
+    """A run (or a construction) that is under way.
+
+    Attributes:
+        cancel: ends it before its time.
+        failure: why it was ended.
+        window: its high-water mark.
+        beside: budgets of other sessions, by the session, that had a run meanwhile.
+    """
 
     cancel: Callable[[], None]
     failure: RamBudgetExceeded | None = None
+    window: PeakWindow | None = None
+    beside: dict[int, int] = field(default_factory=dict)
 
 
 class BudgetKeeper:
@@ -119,7 +131,7 @@ class BudgetKeeper:
         self._idle_rss = self._baseline
         self._lock = threading.RLock()
         self._runs: dict[int, _Run] = {}
-        self._run_windows: dict[int, PeakWindow] = {}
+        self._elsewhere = _mapped_elsewhere(self)
         self._source: BudgetedSource | None = None
         self._files: MappedFiles | None = None
         self._pager: Pager | None = None
@@ -297,6 +309,14 @@ class BudgetKeeper:
         self._mark = limit + plan.headroom_bytes // 4
         self._pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
 
+    @staticmethod
+    def configure_run(options: onnxruntime.RunOptions) -> None:
+        """What a run under a budget needs of its options: memory of activations goes back when it is over.
+
+        Otherwise a run whose activations do not fit would leave them in the arena, and no later run would fit.
+        """
+        options.add_run_config_entry(_SHRINKAGE_ENTRY, "cpu:0")
+
     # --- Runs ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -312,44 +332,49 @@ class BudgetKeeper:
         self._files.check_unchanged()
         run = _Run(cancel)
         counts = self._begin(run)
-        window = self._run_windows[id(run)]
         try:
             try:
                 yield
             finally:
-                peak = self._end(run, window, counts)
+                peak = self._end(run, counts)
         except Exception as error:
             if run.failure is not None:
                 raise run.failure from error
             raise
         if run.failure is not None:
             raise run.failure
-        if peak > self.budget.max_bytes:
+        # The kernel's mark is the process's: where other sessions ran meanwhile, all of them together are bound.
+        if peak > self.budget.max_bytes + sum(run.beside.values()):
             raise RamBudgetExceeded(
                 budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation="running the model"
             )
 
     def _begin(self, run: _Run) -> PagerCounts:
         assert self._pager is not None
-        with self._lock:
+        with _all_runs_lock, self._lock:
             if not self._runs:
                 # What the process has gained since the last run is not this session's.
                 self._foreign = max(self._foreign + _resident_bytes() - self._idle_rss, 0)
+                self._elsewhere = _mapped_elsewhere(self)
+            for other in _keepers:
+                if other is not self and other._runs:
+                    run.beside[id(other)] = other.budget.max_bytes
+                    for theirs in other._runs.values():
+                        theirs.beside[id(self)] = self.budget.max_bytes
             self._runs[id(run)] = run
-            self._run_windows[id(run)] = PeakWindow()
+            run.window = PeakWindow()
         self._pager.begin()
         self._watcher.start()
         return replace(self._pager.counts)
 
-    def _end(self, run: _Run, window: PeakWindow, before: PagerCounts) -> int:
+    def _end(self, run: _Run, before: PagerCounts) -> int:
         assert self._pager is not None
         assert self._plan is not None
         self._watcher.stop()
         with self._lock:
-            peak = self._take_peak(window)
+            peak = self._take_peak(run.window)
             self._runs.pop(id(run), None)
-            self._run_windows.pop(id(run), None)
-            window.close()
+            run.window = None
             if not self._runs:
                 self._idle_rss = _resident_bytes()
             now = self._pager.counts
@@ -404,14 +429,21 @@ class BudgetKeeper:
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Resident bytes above the baseline, now."""
-        return _resident_bytes() - self._baseline - self._foreign
+        """Resident bytes above the baseline, now; without what other sessions' weights have gained meanwhile."""
+        elsewhere = _mapped_elsewhere(self) - self._elsewhere if len(_keepers) > 1 else 0
+        return _resident_bytes() - self._baseline - self._foreign - elsewhere
 
-    def _take_peak(self, window: PeakWindow) -> int:
-        mark = window.read()
+    def _take_peak(self, window: PeakWindow | None) -> int:
+        mark = None if window is None else window.read()
         source: PeakSource = "highest-sample" if mark is None else "kernel-high-water-mark"
         self._report = replace(self._report, peak_source=source)
         return (_resident_bytes() if mark is None else mark) - self._baseline - self._foreign
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of mapped weights that are recorded to be resident."""
+        pager = self._pager
+        return 0 if pager is None else pager.resident_bytes
 
     @property
     def plan(self) -> MemoryPlan:
@@ -429,7 +461,6 @@ class BudgetKeeper:
         """In a forked child: nothing of the parent's runs is under way, and its locks may be held for ever."""
         self._lock = threading.RLock()
         self._runs.clear()
-        self._run_windows.clear()
         if self._pager is not None:
             self._pager.after_fork()
         # A child starts without the pages of file mappings.
@@ -496,13 +527,17 @@ def _without_memory_pattern(options: onnxruntime.SessionOptions) -> Iterator[Non
         options.enable_mem_pattern = previous
 
 
+def _mapped_elsewhere(keeper: BudgetKeeper) -> int:
+    """Bytes of mapped weights that other sessions under a budget are recorded to have resident."""
+    return sum(k.mapped_bytes for k in list(_keepers) if k is not keeper)
+
+
 def _all_after_fork() -> None:
-    global _one_construction
-    _one_construction = threading.Lock()
+    global _one_construction, _all_runs_lock
+    _one_construction, _all_runs_lock = threading.Lock(), threading.Lock()
     for keeper in list(_keepers):
         keeper.after_fork()
 
 
-_keepers: weakref.WeakSet[BudgetKeeper] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_all_after_fork)

@@ -84,6 +84,11 @@ class Pager:
         self._closed = False
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of the pieces that are recorded as resident."""
+        return self._resident_bytes
+
+    @property
     def most_other_bytes(self) -> int:
         """The most bytes in use at a tick that were no mapped pages: the session's own and activations."""
         return self._most_other_bytes

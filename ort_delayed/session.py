@@ -155,7 +155,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             return
         self._validate_input(list(input_feed))
         method, feed, binding = super().run, dict(input_feed), self._binding
-        own = onnxruntime.RunOptions() if run_options is None else None
+        own = self._own_run_options() if run_options is None else None
 
         def run() -> None:
             message, results = "", []
@@ -182,7 +182,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         """Call a run method on a thread of ours, and raise what a failing op had to say."""
         if self._binding is None:
             return method(*arguments(run_options))
-        own = onnxruntime.RunOptions() if run_options is None else None
+        own = self._own_run_options() if run_options is None else None
         given = arguments(run_options if own is None else own)
 
         try:
@@ -196,6 +196,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             raise error  # noqa: B904
         finally:
             self._binding.trim()
+
+    def _own_run_options(self) -> onnxruntime.RunOptions:
+        options = onnxruntime.RunOptions()
+        if self._budget is not None:
+            self._budget.configure_run(options)
+        return options
 
     def _under_budget(self, own: onnxruntime.RunOptions | None) -> AbstractContextManager[None]:
         return nullcontext() if self._budget is None else self._budget.running(lambda: _terminate(own))
