@@ -180,7 +180,8 @@ def _check_types(
         if not assignment.inline and not _carried(source.element_type, can_carry, carried):
             mismatches.add_other(
                 source.name,
-                f"'{source.name}' is {describe_shape(source)}: this onnxruntime has no values of that element type",
+                f"'{source.name}' is {describe_shape(source)}: this onnxruntime has no values of that element type "
+                "that could be installed; a newer one may have, and a session without installing needs none",
             )
 
 

@@ -104,14 +104,16 @@ class Mismatches:
     def _message(self) -> str:
         hints = self._hints()
         lines = [f"{self._source} cannot be installed into the model; nothing has been copied."]
-        lines += _section("initializers are missing from the weights", [label for _, label in self._missing.values()])
+        lines += _section("Initializers that the weights do not have", [label for _, label in self._missing.values()])
         lines += _section(
-            "tensors of the weights are unknown to the model",
+            "Tensors that the model does not know",
             [f"'{t.name}' ({describe_shape(t)})" for t in self._unknown],
         )
-        lines += _section("names in name_map are no initializers of the model", [f"'{n}'" for n in self._unknown_keys])
-        lines += _section("initializers do not fit", list(self._mismatched.values()))
-        lines += _section("initializers may be renamed or transposed weights", hints)
+        lines += _section(
+            "Names in name_map that are no initializers of the model", [f"'{n}'" for n in self._unknown_keys]
+        )
+        lines += _section("Initializers that do not fit", list(self._mismatched.values()))
+        lines += _section("Initializers that may be renamed or transposed weights", hints)
         if self._transposed:
             lines.append(_TRANSPOSED_ADVICE)
         if self._missing or self._unknown_keys:
@@ -159,4 +161,4 @@ def _section(title: str, entries: Sequence[str]) -> list[str]:
     if not entries:
         return []
     more = f"; and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
-    return [f"{len(entries)} {title}: {'; '.join(entries[:_SHOWN])}{more}."]
+    return [f"{title} ({len(entries)}): {'; '.join(entries[:_SHOWN])}{more}."]

@@ -50,8 +50,8 @@ def test_missing_and_unknown_names_are_both_listed(model: str, tmp_path: Path) -
     error = refused(model, tmp_path, {FIRST: weights[FIRST], "a": np.ones(3, np.float32), "b": np.ones(4, np.float32)})
     assert error.missing == (SECOND,)
     assert error.unknown == ("a", "b")
-    assert f"1 initializers are missing from the weights: '{SECOND}' (float32 [16, 16])" in str(error)
-    assert "2 tensors of the weights are unknown to the model: 'a' (float32 [3]); 'b' (float32 [4])" in str(error)
+    assert f"Initializers that the weights do not have (1): '{SECOND}' (float32 [16, 16])" in str(error)
+    assert "Tensors that the model does not know (2): 'a' (float32 [3]); 'b' (float32 [4])" in str(error)
     assert "name_map" in str(error)
 
 
@@ -115,7 +115,7 @@ def test_names_that_only_the_map_knows(model: str, tmp_path: Path) -> None:
     assert error.missing == (FIRST,)
     assert "which name_map calls 'other'" in str(error)
     assert set(error.unknown) == {FIRST, "nothing"}
-    assert "names in name_map are no initializers of the model: 'nothing'" in str(error)
+    assert "Names in name_map that are no initializers of the model (1): 'nothing'" in str(error)
 
 
 def test_an_inline_initializer_that_the_map_names_must_be_there(tmp_path: Path) -> None:
