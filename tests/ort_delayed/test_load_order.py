@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from delayed_models import FLOAT, delayed, function, model, node, save, value, write
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from load_order import Observed, observe
 from onnx import TensorProto, helper
 from onnxruntime import GraphOptimizationLevel
 
+import ort_delayed
 from ort_delayed import preparing
 
 N = 4
@@ -260,6 +263,7 @@ def whole(b: Build, output: str) -> onnx.ModelProto:
     constants = {"scale": 2.0, "root": 2**0.5, "one": 1.0, "half": 0.5, "two": 2.0, "epsilon": 1e-5}
     initializers = [helper.make_tensor(n, FLOAT, [], [v]) for n, v in constants.items()]
     initializers += [helper.make_tensor(n, TensorProto.BOOL, [], [v]) for n, v in KNOWN.items()]
+    initializers.append(helper.make_tensor("zero", TensorProto.INT8, [], [0]))
     initializers.append(helper.make_tensor("row", FLOAT, [N], [1.0] * N))
     return model(
         b.nodes,
@@ -270,11 +274,11 @@ def whole(b: Build, output: str) -> onnx.ModelProto:
     )
 
 
-def observe_run(made: onnx.ModelProto, level: GraphOptimizationLevel) -> Observed:
+def observe_run(made: onnx.ModelProto, level: GraphOptimizationLevel, dtype: str = "float32") -> Observed:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write(directory / "w.bin", np.linspace(-1, 1, N * N + 100, dtype=np.float32))
-        feeds = {"x": np.ones((3, N), np.float32), "asked": np.array(True)}
+        feeds = {"x": np.ones((3, N), dtype), "asked": np.array(True)}
         return observe(save(directory / "m.onnx", made), feeds, level, directory)
 
 
@@ -341,3 +345,70 @@ def test_fused_weights_in_parallel_branches_wait_for_each_other_only(matrix: Cal
             h = branches(b, h, matrix)
         most.append(observe_run(whole(b, h), LEVELS[1]).most_waiting_elsewhere)
     assert most[0] == most[1] <= 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_precision_weights_that_onnxruntime_casts(level: GraphOptimizationLevel) -> None:
+    # There are no float16 kernels on the CPU: a Cast is put between each weight and its use, last in the node list.
+    b, h = Build([0]), "x"
+    for _ in range(4):
+        weights = [b.name("w"), b.name("w")]
+        b.nodes += [delayed(w, [N, N], dtype=TensorProto.FLOAT16) for w in weights]
+        h = b.op("MatMul", h, weights[0])
+        h = b.op("MatMul", h, b.op("Transpose", weights[1], perm=[1, 0]))
+    made = whole(b, h)
+    made.graph.input[0].type.tensor_type.elem_type = made.graph.output[0].type.tensor_type.elem_type = 10
+    observed = observe_run(made, level, "float16")
+    assert len(observed.loads) == 8
+    assert observed.waiting_elsewhere == [], observed.events
+
+
+def optimized_ops(made: onnx.ModelProto) -> Counter[str]:
+    """The ops of the graph that ONNX Runtime makes of a model, apart from those that preparing adds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = onnxruntime.SessionOptions()
+        prepared = ort_delayed.prepare_model(save(Path(scratch) / "m.onnx", made), options)
+        options.optimized_model_filepath = str(Path(scratch) / "optimized.onnx")
+        onnxruntime.InferenceSession(prepared, options)
+        nodes = onnx.load(options.optimized_model_filepath).graph.node
+    return Counter(n.op_type for n in nodes if n.domain != "ai.rt" and n.op_type != "Size")
+
+
+def quantized(b: Build, h: str) -> str:
+    weight = b.name("w")
+    b.nodes.append(delayed(weight, [N, N], dtype=TensorProto.INT8))
+    activation = b.op("DequantizeLinear", b.op("QuantizeLinear", h, "scale", "zero"), "scale", "zero")
+    product = b.op("MatMul", activation, b.op("DequantizeLinear", weight, "scale", "zero"))
+    return b.op("DequantizeLinear", b.op("QuantizeLinear", product, "scale", "zero"), "scale", "zero")
+
+
+def transposed_activation(b: Build, h: str) -> str:
+    return b.op("MatMul", b.op("Transpose", h, perm=[1, 0]), b.weight(3, 3))
+
+
+def normalized_residual(b: Build, h: str) -> str:
+    return layer_norm(b, b.op("Add", b.op("Add", b.op("MatMul", h, b.weight()), b.weight(N)), h), plain)
+
+
+FUSING = [
+    (transposed_activation, {"FusedMatMul": 1}),
+    (quantized, {"QLinearMatMul": 2}),
+    (normalized_residual, {"LayerNormalization": 2}),
+    (lambda b, h: gelu(b, matmul_add(b, h, plain), transposed), {"Gelu": 2}),
+    (lambda b, h: gemm_relu(b, h, plain), {"FusedGemm": 2}),
+]
+
+
+@pytest.mark.parametrize(("step", "fused"), FUSING)
+def test_waiting_prevents_no_fusion(
+    step: Callable[[Build, str], str], fused: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ops() -> Counter[str]:
+        b = Build([0])
+        h = step(b, "x")
+        return optimized_ops(whole(b, h if step is transposed_activation else step(b, h)))
+
+    waiting = ops()
+    assert {op: waiting[op] for op in fused} == fused
+    monkeypatch.setattr(preparing, "awaited_activations", lambda nodes, front, known: {})
+    assert ops() == waiting
