@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["open_checked", "read_at"]
 __all__ += ["FileMapping", "available_memory_bytes", "can_give_up_pages", "drop_from_page_cache", "file_mappings"]
 __all__ += ["PageByPage", "give_up_pages"]
-__all__ += ["hold_alone", "processor_features"]
+__all__ += ["hold_alone", "processor_features", "reclaim_pages"]
 __all__ += [
     "give_back_pages",
     "peak_resident_bytes",
@@ -193,7 +193,7 @@ class FileMapping:
 
 
 if sys.platform == "linux":
-    _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
+    _MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_PAGEOUT = 4, 15, 21
     # PyDLL keeps the GIL: these calls are short, and a thread that watches memory must not lose the GIL to each.
     _madvise = ctypes.PyDLL(None, use_errno=True).madvise
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -260,6 +260,15 @@ if sys.platform == "linux":
             except OSError:
                 return False
             return True
+
+    def reclaim_pages(address: int, nbytes: int) -> None:
+        """Take pages out of memory, whatever is at these addresses meanwhile: nothing loses its contents.
+
+        For mappings that another thread may end at any moment, and put its own memory there. Slower than
+        :func:`give_up_pages`, and the file's pages leave the page cache too. Pages that the process may not take out
+        (the file is another user's) stay.
+        """
+        _madvise(address, nbytes, _MADV_PAGEOUT)
 
     def drop_from_page_cache(fd: int, offset: int, nbytes: int) -> None:
         """Ask the system to forget its cached pages of a range of a file. Pages that are mapped somewhere stay."""
@@ -351,6 +360,10 @@ else:
 
         def close(self) -> None:
             """Nothing is done."""
+
+    def reclaim_pages(address: int, nbytes: int) -> None:
+        """Not possible here; see :func:`can_give_up_pages`."""
+        raise NotImplementedError
 
     def drop_from_page_cache(fd: int, offset: int, nbytes: int) -> None:
         """Not known here: nothing is done."""

@@ -8,6 +8,7 @@ against the kernel's own high-water mark after construction and after each run.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import weakref
@@ -138,10 +139,13 @@ class BudgetKeeper:
         self._by_page = platform.PageByPage()
         self._unpaged: dict[str, tuple[Piece, ...]] = {}
         self._plan: MemoryPlan | None = None
+        self._mappings: set[platform.FileMapping] = set()
         self._report = MemoryReport(
             self.budget.max_bytes, self._baseline, 0, 0, "highest-sample", 0, None, drops_page_cache=False
         )
         self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
+        self._building_lock = threading.Lock()
+        self._is_building = False
         self._watcher = Watcher(_weak_look(self))
         _keepers.add(self)
 
@@ -214,6 +218,7 @@ class BudgetKeeper:
             run = _Run(cancel)
             with self._lock:
                 self._runs[id(run)] = run
+            self._is_building = True
             self._watcher.start()
             try:
                 yield
@@ -223,6 +228,8 @@ class BudgetKeeper:
                 raise
             finally:
                 self._watcher.stop()
+                with self._building_lock:  # from here on ONNX Runtime may unmap what it likes
+                    self._is_building = False
                 with self._lock:
                     self._runs.pop(id(run), None)
                 if run.failure is not None:
@@ -232,7 +239,11 @@ class BudgetKeeper:
     def _adopt(self, source: BudgetedSource, files: MappedFiles, before: set[platform.FileMapping]) -> None:
         """Find ONNX Runtime's mappings of the weights, make the plan, and check that the session fits."""
         files.check_unchanged()
-        found = find_pieces(source.tensors, set(platform.file_mappings(files.paths)) - before)
+        mappings = set(platform.file_mappings(files.paths))
+        found = find_pieces(source.tensors, mappings - before)
+        # A session that is made again may get the addresses of the one before it.
+        found |= find_pieces([t for t in source.tensors if t.name not in found], mappings & self._mappings)
+        self._mappings = mappings - (before - self._mappings)
         lost = [t for t in source.tensors if t.name in source.weights and t.name not in found]
         lost_bytes = sum(t.nbytes for t in lost)
         self._report = replace(self._report, drops_page_cache=self._drops_page_cache(source))
@@ -406,15 +417,36 @@ class BudgetKeeper:
             used = self._pager.relieve(self._mark)
         else:
             used = self.used_bytes()
-            if used > self._mark and self._files is not None:
-                for mapping in platform.file_mappings(self._files.paths):
-                    platform.give_up_pages(mapping.address, mapping.nbytes)
+            if used > self._mark:
+                with self._building_lock:
+                    self._relieve_construction()
                 used = self.used_bytes()
         if used > self.budget.max_bytes:
             self._fail(used)
         distance = self._mark - used
         rate = _TOUCHED_PER_CORE * (os.cpu_count() or 1)
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
+
+    def _relieve_construction(self) -> None:
+        """Give up what ONNX Runtime has mapped, while it builds the session.
+
+        It unmaps raw weights as it packs or folds them, and what it allocates next may come to stand at their
+        addresses. To give up pages there with MADV_DONTNEED would wipe that. Packed ranges stay mapped.
+        """
+        if not self._is_building or self._files is None or self._source is None:
+            return
+        names = self._source.packed_ranges
+        packed = {(t.path, *_pages(t.offset, t.nbytes)) for t in self._source.tensors if t.name in names}
+        others = []
+        for mapping in platform.file_mappings(self._files.paths):
+            if (mapping.path, *_pages(mapping.offset, mapping.nbytes)) in packed:
+                platform.give_up_pages(mapping.address, mapping.nbytes)
+            else:
+                others.append(mapping)
+        for mapping in others:
+            if self.used_bytes() <= self._mark:
+                break
+            platform.reclaim_pages(mapping.address, mapping.nbytes)
 
     def _fail(self, used: int) -> None:
         what = "constructing the session" if self._pager is None else "running the model"
@@ -480,6 +512,11 @@ class BudgetKeeper:
         self._watcher.close()
         self._release_model()
         self._by_page.close()
+
+
+def _pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """The first page of a range of a file, and the first behind it. (The kernel joins mappings that touch.)"""
+    return offset // mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE)
 
 
 def _resident_bytes() -> int:

@@ -55,6 +55,7 @@ class BudgetedSource:
         disabled_optimizers: optimizers that would put copies of mapped weights into memory.
         packed: whether kernels read packed weights from the files; None where the model is no packed one, which has
             been optimised already.
+        packed_ranges: names of the tensors that hold packed bytes.
     """
 
     model: bytes
@@ -64,6 +65,7 @@ class BudgetedSource:
     groups: tuple[tuple[str | None, tuple[str, ...]], ...]
     disabled_optimizers: tuple[str, ...]
     packed: bool | None = None
+    packed_ranges: frozenset[str] = frozenset()
 
 
 def prepare_budgeted(
@@ -131,8 +133,10 @@ def _prepared(
         if has_external_data(tensor)
     }
     uses = order_of_use(model.graph)
+    packed_ranges: frozenset[str] = frozenset()
     if packed:
-        uses, tensors = read_ranges(uses, tensors, dict(scoped_initializers(model.graph)))
+        read = read_ranges(uses, tensors, dict(scoped_initializers(model.graph)))
+        uses, tensors, packed_ranges = read.uses, dict(read.ranges), read.packed
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes = max(1 << 20, budget.max_bytes // 64)
@@ -153,6 +157,7 @@ def _prepared(
         groups,
         _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 and packed is None else (),
         packed,
+        packed_ranges,
     )
 
 

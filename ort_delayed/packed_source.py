@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import onnx
 import onnxruntime
@@ -25,6 +25,7 @@ __all__ = [
     "PACKED_MENTION",
     "PackedModelError",
     "PackedModelWarning",
+    "ReadRanges",
     "accept_packed",
     "optimized_already",
     "read_ranges",
@@ -82,10 +83,26 @@ def optimized_already(options: onnxruntime.SessionOptions) -> Iterator[None]:
         options.graph_optimization_level = level
 
 
+@dataclass(frozen=True, slots=True)
+class ReadRanges:
+    """What a run of a packed model reads.
+
+    Attributes:
+        uses: the uses of weights, as uses of ranges.
+        ranges: the ranges, by name.
+        packed: names of the ranges that hold packed bytes. ONNX Runtime maps these before it packs anything, and
+            keeps them mapped as long as the session lives; raw values it unmaps while it builds the session.
+    """
+
+    uses: tuple[WeightUse, ...]
+    ranges: Mapping[str, TensorOnDisk]
+    packed: frozenset[str]
+
+
 def read_ranges(
     uses: Sequence[WeightUse], tensors: Mapping[str, TensorOnDisk], initializers: Mapping[str, onnx.TensorProto]
-) -> tuple[tuple[WeightUse, ...], dict[str, TensorOnDisk]]:
-    """What a run of a packed model reads: the uses of weights as uses of ranges, and the ranges.
+) -> ReadRanges:
+    """What a run of a packed model reads, from what it uses.
 
     A node whose operator packed a weight reads the packed buffers; any other reads the raw values. Both are called
     after the weight, with the buffer's key behind it (``"fc.weight MatMul+3768020039991512728 0"``).
@@ -114,4 +131,4 @@ def read_ranges(
             if use.weight in tensors:
                 ranges[use.weight] = tensors[use.weight]
         read.extend(replace(use, weight=name) for name in names)
-    return tuple(read), ranges
+    return ReadRanges(tuple(read), ranges, frozenset(name for names in packed.values() for name in names))
