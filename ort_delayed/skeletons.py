@@ -272,7 +272,7 @@ def _slim(source: _Source, start: int, end: int, kind: str, key: str) -> bytearr
 
 def _slim_tensor(source: _Source, start: int, end: int, key: str) -> bytearray:
     fields = list(_fields(source, start, end))
-    values = [f for f in fields if f.number in _VALUE_FIELDS]
+    values = [f for f in fields if f.number in _VALUE_FIELDS and not _says_inline(source, f)]
     # A tensor with more than one value field is malformed, or in pieces: it is left to the parser.
     large = values[0] if len(values) == 1 else None
     if large is None or large.number not in _LIFTABLE or large.wire != 2 or large.end - large.content < LIFTED_BYTES:
@@ -282,6 +282,11 @@ def _slim_tensor(source: _Source, start: int, end: int, key: str) -> bytearray:
     place = f"{_FIELD_NAMES[large.number]}:{large.content}:{large.end - large.content}"
     out += _delimited(_EXTERNAL_DATA, _delimited(1, key.encode()) + _delimited(2, place.encode()))
     return out
+
+
+def _says_inline(source: _Source, field: _Field) -> bool:
+    # onnx.load leaves it in what was external before: the location of the data, which is the default one.
+    return field.number == _DATA_LOCATION and field.wire == 0 and _varint(source, field.content, field.end)[0] == 0
 
 
 def _splice(data: bytes, start: int, end: int, kind: str, key: bytes) -> tuple[list[bytes | FileRange], int]:
