@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ort_delayed.install_errors import WeightMismatchError
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
+from ort_delayed.rename_hints import find_hints, is_transpose, prefix_advice
 
 __all__ = ["Mismatches", "describe_shape"]
 
@@ -37,7 +38,7 @@ class Mismatches:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._missing: dict[str, tuple[TensorOnDisk | None, str]] = {}
+        self._missing: dict[str, tuple[TensorOnDisk, str]] = {}
         self._unknown: list[TensorOnDisk] = []
         self._unknown_keys: list[str] = []
         self._mismatched: dict[str, str] = {}
@@ -75,7 +76,7 @@ class Mismatches:
         if (expected.element_type, expected.shape) == (found.element_type, found.shape):
             return True
         text = f"'{expected.name}' is {describe_shape(expected)}, tensor '{found.name}' is {describe_shape(found)}"
-        if _is_transpose(expected, found):
+        if is_transpose(expected, found):
             text += ": it is stored transposed"
             self._transposed[expected.name] = found.name
         elif expected.shape == found.shape:
@@ -102,7 +103,9 @@ class Mismatches:
         )
 
     def _message(self) -> str:
-        hints = self._hints()
+        hints = find_hints((expected for expected, _ in self._missing.values()), self._unknown)
+        self._transposed |= {hint.name: hint.transposed[0] for hint in hints if hint.transposed}
+        prefix = prefix_advice(hints)
         lines = [f"{self._source} cannot be installed into the model; nothing has been copied."]
         lines += _section("Initializers that the weights do not have", [label for _, label in self._missing.values()])
         lines += _section(
@@ -113,48 +116,16 @@ class Mismatches:
             "Names in name_map that are no initializers of the model", [f"'{n}'" for n in self._unknown_keys]
         )
         lines += _section("Initializers that do not fit", list(self._mismatched.values()))
-        lines += _section("Initializers that may be renamed or transposed weights", hints)
+        lines += _section("Initializers that may be renamed or transposed weights", [str(h) for h in hints])
         if self._transposed:
             lines.append(_TRANSPOSED_ADVICE)
+        if prefix is not None:
+            lines.append(prefix)
         if self._missing or self._unknown_keys:
             lines.append(_RENAMED_ADVICE)
         if self._unknown and self._unknown_is_fatal:
             lines.append(_UNKNOWN_ADVICE)
         return "\n".join(lines)
-
-    def _hints(self) -> list[str]:
-        """For each missing initializer, the unknown tensors that it may be, by type and shape."""
-        hints = []
-        for name, (expected, _) in self._missing.items():
-            if expected is None:
-                continue
-            same = [
-                t.name for t in self._unknown if (t.element_type, t.shape) == (expected.element_type, expected.shape)
-            ]
-            turned = [t.name for t in self._unknown if _is_transpose(expected, t)]
-            if turned:
-                self._transposed[name] = turned[0]
-            found = [_candidates(same, "renamed"), _candidates(turned, "transposed")]
-            if any(found):
-                hints.append(f"'{name}': {'; '.join(filter(None, found))}")
-        return hints
-
-
-def _is_transpose(expected: TensorOnDisk, found: TensorOnDisk) -> bool:
-    # A square weight cannot be told from its transpose by its shape.
-    return (
-        expected.element_type is found.element_type
-        and len(expected.shape) == 2
-        and expected.shape == found.shape[::-1]
-        and expected.shape != found.shape
-    )
-
-
-def _candidates(names: Sequence[str], how: str) -> str:
-    if not names:
-        return ""
-    more = f" or one of {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{how}, from {' or '.join(repr(n) for n in names[:3])}{more}"
 
 
 def _section(title: str, entries: Sequence[str]) -> list[str]:

@@ -655,3 +655,22 @@ def test_values_go_with_the_options_and_the_session(tmp_path: Path) -> None:
         path,
     )
     assert int(printed) < 12 << 20  # one installation takes 4 MiB
+
+
+# --- Prepacked forms ---
+
+
+def test_prepacked_forms_stay_with_the_bytes_that_they_are_of(tmp_path: Path) -> None:
+    stored = chain_weights(1)
+    (name,) = stored
+    made = chain(stored)
+    path = Path(save_external(tmp_path / "m.onnx", made, stored))
+    made.graph.initializer[0].external_data.add(key="prepacked_0", value="key|0;4;0")
+    path.write_bytes(made.SerializeToString())
+    source = save_safetensors(tmp_path / "c" / "w.safetensors", stored)
+    for weights, expected in ((None, ["prepacked_0"]), (source, [])):
+        installed = ort_delayed.stream_install(path, options(), ram_budget=BUDGET, weights=weights)
+        (tensor,) = onnx.ModelProto.FromString(installed.model).graph.initializer
+        keys = [e.key for e in tensor.external_data]
+        assert tensor.name == name
+        assert keys == ["location", "offset", "length", *expected]

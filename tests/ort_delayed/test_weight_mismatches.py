@@ -154,3 +154,26 @@ def test_the_error_can_be_pickled() -> None:
         ("c",),
         ("d",),
     )
+
+
+def test_a_prefix_is_recognised_among_tensors_of_one_shape(tmp_path: Path) -> None:
+    # What wrapping a model in another one makes of its names.
+    weights = chain_weights(3)
+    wrapped = {f"model.{name}": w for name, w in weights.items()}
+    model = save_external(tmp_path / "m.onnx", chain(wrapped), wrapped)
+    error = refused(model, tmp_path, weights)
+    assert f"'model.{SECOND}': renamed, from '{SECOND}';" in str(error)
+    assert "3 names differ by a prefix only: name_map=lambda name: name.removeprefix('model.') takes them" in str(error)
+    (tmp_path / "other").mkdir()
+    model = save_external(tmp_path / "other" / "m.onnx", chain(weights), weights)
+    error = refused(model, tmp_path, wrapped)
+    assert "name_map=lambda name: 'model.' + name takes them" in str(error)
+
+
+def test_a_square_weight_may_be_transposed_unseen(tmp_path: Path) -> None:
+    weights = chain_weights(1)
+    renamed = {"onnx::MatMul_1": next(iter(weights.values()))}
+    model = save_external(tmp_path / "m.onnx", chain(renamed), renamed)
+    error = refused(model, tmp_path, weights)
+    assert f"renamed or transposed, which a square does not show, from '{FIRST}'" in str(error)
+    assert error.transposed == ()
