@@ -15,6 +15,7 @@ import onnxruntime
 
 from ort_delayed.bound_options import bound_model, refuse_bound
 from ort_delayed.budget_keeper import BudgetKeeper, MemoryReport
+from ort_delayed.install_errors import InstallError
 from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import register_custom_ops
 from ort_delayed.loader import platform
@@ -114,6 +115,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     def memory_report(self) -> MemoryReport | None:
         """What memory the session has taken so far; None without a budget."""
         return None if self._budget is None else self._budget.report
+
+    @property
+    def memory_position(self) -> int | None:
+        """Which group of the plan a run has come to, for whoever watches; None without a budget or a run."""
+        return None if self._budget is None else self._budget.position
 
     def run(self, output_names: Any, input_feed: Any, run_options: onnxruntime.RunOptions | None = None) -> Any:
         """Compute the predictions, as ``onnxruntime.InferenceSession.run``."""
@@ -224,6 +230,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         if installed is not None:
             # Prepared already, its weights in the options, to which its payloads belong as well.
             model = installed.check(self._source)
+            if self._weights_dir is not None or self._budget is not None:
+                raise InstallError(
+                    "weights have been installed in these session options, and stay resident: neither weights_dir nor "
+                    "ram_budget can apply to them any more; InstalledModel.create_session keeps to their budget"
+                )
             self._binding = installed.binding
             yield model
             installed.check_files()

@@ -548,6 +548,13 @@ def test_options_belong_to_one_model(model: str, tmp_path: Path) -> None:
     assert installed.create_session().run(None, feed())[0].tobytes() == run(model).tobytes()
 
 
+def test_what_cannot_apply_to_installed_weights_is_refused(model: str, tmp_path: Path) -> None:
+    installed = ort_delayed.stream_install(model, options(), ram_budget=BUDGET)
+    for argument in ({"ram_budget": BUDGET}, {"weights_dir": tmp_path}):
+        with pytest.raises(InstallError, match="stay resident"):
+            ort_delayed.InferenceSession(installed.model, installed.sess_options, **argument)
+
+
 def test_options_cannot_be_used_while_they_are_being_filled(model: str) -> None:
     sess_options = options()
 
