@@ -77,13 +77,34 @@ class _Entry:
 
 
 class _Bound:
-    """What the entries of one binding share. It does not know who owns the binding, so it keeps no session alive."""
+    """What the entries of one binding share. It does not know who owns the binding, so it keeps no session alive.
+
+    The table, and the ops that use it, are those of the first import of this module in the process; what makes errors
+    is here, so that they are of the types that the importer of this module knows.
+    """
 
     def __init__(self, *, log_failures: bool) -> None:
         self.pool = BufferPool()
         self.lock = threading.Lock()
         self.errors: OrderedDict[int, DelayedInitializerError] = OrderedDict()
         self.log_failures = log_failures
+
+    def failure(self, entry: _Entry, cause: BaseException) -> _Result:
+        """The tensor that a failing op yields: one that the Reshape guard behind it cannot take.
+
+        Its shape carries the id of the error: ``{0, id, bytes found}``, without elements. A declared shape that has a
+        zero in it takes every empty tensor, so there the failing tensor has elements, of a number that never fits.
+        """
+        error = payload_error(entry.payload, cause)
+        if self.log_failures:
+            # Whatever a handler or a filter of the application raises, the error itself must get through.
+            with contextlib.suppress(BaseException):
+                _log.error("%s", error)
+        error_id = self.keep(error)
+        shape: tuple[int, ...] = (0, error_id, error.found_bytes or 0)
+        if 0 in entry.source.shape:
+            shape = _misfit(entry.source.shape, error_id)
+        return _Result(shape, np.zeros(math.prod(shape), entry.source.element_type.dtype))
 
     def keep(self, error: DelayedInitializerError) -> int:
         error_id = next(_table.error_ids) % _LARGEST_ERROR_ID + 1
@@ -107,12 +128,14 @@ class _Table:
         try:
             entry = self.entries[handle]
             source = entry.source
-            if source.element_type is not element_type:
+            if source.element_type.onnx != element_type.onnx:
                 raise TypeError(f"the handle stands for {source.element_type}, the kernel yields {element_type}")
             return _Result(source.shape, source.elements(entry.binding.pool))
         except BaseException as cause:
             try:
-                return _failure(element_type, entry, cause)
+                if entry is None:
+                    return _Result((0, 0), np.empty(0, element_type.dtype))
+                return entry.binding.failure(entry, cause)
             except BaseException:
                 return _Result((0, 1), np.empty(0, element_type.dtype))
 
@@ -150,26 +173,6 @@ class Binding:
         """Forget every handle. Safe to call twice, from any thread, and while the interpreter shuts down."""
         while self._handles:
             _table.entries.pop(self._handles.pop(), None)
-
-
-def _failure(element_type: ElementType, entry: _Entry | None, cause: BaseException) -> _Result:
-    """The tensor that a failing op yields: one that the Reshape guard behind it cannot take.
-
-    Its shape carries the id of the error: ``{0, id, bytes found}``, without elements. A declared shape that has a
-    zero in it takes every empty tensor, so there the failing tensor has elements, of a number that never fits.
-    """
-    if entry is None:
-        return _Result((0, 0), np.empty(0, element_type.dtype))
-    error = payload_error(entry.payload, cause)
-    if entry.binding.log_failures:
-        # Whatever a handler or a filter of the application raises, the error itself must get through.
-        with contextlib.suppress(BaseException):
-            _log.error("%s", error)
-    error_id = entry.binding.keep(error)
-    shape: tuple[int, ...] = (0, error_id, error.found_bytes or 0)
-    if 0 in entry.source.shape:
-        shape = _misfit(entry.source.shape, error_id)
-    return _Result(shape, np.zeros(math.prod(shape), element_type.dtype))
 
 
 def _misfit(declared: tuple[int, ...], error_id: int) -> tuple[int, ...]:

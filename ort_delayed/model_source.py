@@ -108,7 +108,7 @@ def _is_worth_parsing(path: str | os.PathLike[str]) -> bool:
                 seam = tail + piece[:longest]
                 if any(m in piece or m in seam for m in _MENTIONS):
                     return True
-                tail = piece[-longest:]
+                tail = (tail + piece[-longest:])[-longest:]
     except OSError:
         return False
     return False
