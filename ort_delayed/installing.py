@@ -253,17 +253,22 @@ def _reserve_all(installed: Sequence[TensorOnDisk], model: onnx.ModelProto, prob
 
 
 def _commit(options: onnxruntime.SessionOptions, values: InstalledValues, ready: _Ready) -> None:
+    previous = _entry(options, EXTERNAL_DIRECTORY_ENTRY)
+    if ready.model.external_directory is not None:
+        # First, because ONNX Runtime may refuse it (entries have a greatest length), and it can be put back.
+        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, ready.model.external_directory)
     try:
         values.add_to(options)
     except OptionsSpoiledError:
         bind(options, replace(ready.bound, digest=b""))  # no model is theirs
         raise
+    except BaseException:
+        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)  # an empty entry is as good as none
+        raise
     bind(options, ready.bound)
     if ready.bound.binding is not None:
         register_custom_ops(options)
         weakref.finalize(options, ready.bound.binding.close).atexit = False
-    if ready.model.external_directory is not None:
-        options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, ready.model.external_directory)
     if _entry(options, _PREPACKING_ENTRY) == "":
         options.add_session_config_entry(_PREPACKING_ENTRY, "1")
 

@@ -263,6 +263,27 @@ def test_files_below_the_model_and_safetensors_shards_as_external_data(tmp_path:
     assert run(installed.model, sess_options).tobytes() == run(path).tobytes()
 
 
+def test_a_directory_whose_name_is_hard_to_write(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+    directory = tmp_path / "Gewichte für 模型 %20 'x'"
+    directory.mkdir()
+    path = save_external(directory / "m.onnx", chain(weights), weights, location="w ü.bin")
+    sess_options = options()
+    installed = ort_delayed.stream_install(path, sess_options, ram_budget=BUDGET)
+    assert run(installed.model, sess_options).tobytes() == run(path).tobytes()
+
+
+def test_a_directory_that_onnxruntime_refuses_leaves_the_options_free(
+    model: str,
+) -> None:
+    # An entry has a greatest length, 8192 bytes here, which a path that the system takes may reach elsewhere.
+    sess_options = options()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ort_delayed.install_preparing.point_at_files", lambda *_: "x" * 10_000)
+        with pytest.raises(RuntimeError, match="length"):
+            ort_delayed.stream_install(model, sess_options, ram_budget=BUDGET)
+    _as_they_were(sess_options, model, run(model))
+
+
 def test_a_hub_cache_whose_links_lead_to_its_blobs(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
     path = save_external(tmp_path / "model.onnx", chain(weights), weights)
     repository = tmp_path / "models--a--b"
