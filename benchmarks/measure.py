@@ -34,6 +34,11 @@ Result = dict[str, float]
 """What one measurement yields: named numbers, in bytes and seconds."""
 
 
+# As this program was started. Libraries that a script imports meanwhile may change it for child processes:
+# onnxruntime-extensions makes protobuf run in pure Python there, which is slower.
+_ENVIRONMENT = dict(os.environ)
+
+
 class FreshProcessError(RuntimeError):
     """A measurement's own process failed; the message ends with what it wrote to stderr."""
 
@@ -140,7 +145,7 @@ def in_fresh_process(
     """Call ``function(**arguments)`` in a new interpreter and return what it returns.
 
     ``function`` stands at the top level of a script or module file; arguments and result must be JSON.
-    ``environment`` adds variables.
+    ``environment`` adds variables to those that this program was started with.
 
     Raises:
         FreshProcessError: the process failed or did not end in time.
@@ -153,7 +158,7 @@ def in_fresh_process(
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, **(environment or {})},
+                env={**_ENVIRONMENT, **(environment or {})},
                 capture_output=True,
                 text=True,
                 timeout=timeout_seconds,
