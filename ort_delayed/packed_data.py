@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx
 
@@ -75,13 +76,18 @@ class PackedData:
         self._initializers = dict(scoped_initializers(self.model.graph))
         self.weights = self._find_weights()
 
-    def write(self, data: PendingDataFile) -> None:
+    def write(self, data: PendingDataFile, progress: Callable[[int, int], Any] | None = None) -> None:
         """Pack and write everything.
+
+        Args:
+            data: where it goes.
+            progress: called after each piece with the bytes of weights that are done, and those in all.
 
         Raises:
             PrepackedEntryError: this ONNX Runtime writes entries of an unknown form.
             OSError: reading or writing failed.
         """
+        done, total = 0, sum(w.stored.nbytes for w in self._distinct())
         with opened_weights(self._source.data_path) as fd:
             for weight in self._distinct():
                 if weight.stored.nbytes < SMALL_BYTES:
@@ -96,15 +102,22 @@ class PackedData:
                     if weight.first == name and weight.offset is None and not _is_redundant(weight):
                         self._put_raw(weight, self.layout.streamed(weight.stored.nbytes), fd, data)
                 self._remove_piece_files(forms)
+                done += sum(self.weights[n].stored.nbytes for n in piece.weights if self.weights[n].first == n)
+                if progress is not None:
+                    progress(min(done, total), total)
             for weight in self._distinct():
                 if weight.offset is None:
                     self._put_raw(weight, self.layout.behind(weight.stored.nbytes), fd, data)
+        if progress is not None:
+            progress(total, total)
 
     def finish(self, data_name: str) -> None:
         """Point the model's initializers at the data file of that name."""
         for weight in self.weights.values():
             first = self.weights[weight.first]
             assert first.offset is not None
+            # ONNX Runtime writes what several weights have in common for one of them.
+            weight.packed = weight.packed or first.packed
             set_external_data(weight.tensor, data_name, first.offset, first.stored.nbytes)
             set_packed_weights(weight.tensor, weight.packed)
 

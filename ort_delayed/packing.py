@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Callable
+from typing import Any
 
 import onnx
 
@@ -34,6 +36,7 @@ def pack_model(
     optimize: str = "all",
     prepack: bool = True,
     overwrite: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> PackReport:
     """Write a model that a session on this machine loads without optimising it, and whose weights stream well.
 
@@ -53,6 +56,7 @@ def pack_model(
             ``"basic"`` or ``"none"``.
         prepack: whether weights are packed; without it the file is half as large, and sessions pack them in memory.
         overwrite: replace a destination that exists, and its data file.
+        progress: called with the bytes of weights that are packed and written, and those in all, as they grow.
 
     Returns:
         what was done with each weight; it prints as a table.
@@ -81,7 +85,7 @@ def pack_model(
             manifest: PackManifest | None = None
 
             def fill(data: PendingDataFile) -> None:
-                packed.write(data)
+                packed.write(data, progress)
 
             def finish(data_name: str) -> None:
                 nonlocal manifest
