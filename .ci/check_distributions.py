@@ -5,6 +5,7 @@ python .ci/check_distributions.py DIRECTORY
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 import zipfile
@@ -15,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def expected_modules() -> dict[str, bytes]:
     """Every module that must be in both, by its path in the wheel."""
-    modules = {}
-    for directory in ("ort_delayed", "ops", "loader"):
-        inside = "ort_delayed/" if directory == "ort_delayed" else f"ort_delayed/{directory}/"
-        modules |= {inside + path.name: path.read_bytes() for path in (ROOT / directory).glob("*.py")}
-    modules["ort_delayed/py.typed"] = b""
+    modules = {"ort_delayed/py.typed": b""}
+    for directory, subdirectories, names in os.walk(ROOT / "ort_delayed", followlinks=True):
+        subdirectories[:] = [name for name in subdirectories if name != "__pycache__"]
+        for path in (Path(directory) / name for name in names if name.endswith(".py")):
+            modules[path.relative_to(ROOT).as_posix()] = path.read_bytes()
     return modules
 
 

@@ -485,6 +485,13 @@ class BudgetKeeper:
         return self._plan
 
     @property
+    def position(self) -> int | None:
+        """The group of the plan that a run has come to, None while none is under way."""
+        # Before a run's window is open, the pager still stands where the last run ended.
+        is_running = any(run.window is not None for run in list(self._runs.values()))
+        return self._pager.group if self._pager is not None and is_running else None
+
+    @property
     def report(self) -> MemoryReport:
         """What has happened so far."""
         return replace(self._report, baseline_rss_bytes=self._baseline + self._foreign)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import onnx
 
@@ -53,6 +54,7 @@ def convert_model(
     select: Select = None,
     copy: bool = False,
     overwrite: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> ConversionReport:
     """Write a model whose constants are delayed initializers; the source stays as it is.
 
@@ -71,6 +73,7 @@ def convert_model(
             ``fnmatch``; by default all.
         copy: copy payloads of external files to the data file too, so that the model needs nothing else.
         overwrite: replace a destination that exists, and its data file.
+        progress: called with the bytes of the data file that are written, and those in all, as they grow.
 
     Returns:
         what was done with each tensor; it prints as a table.
@@ -103,6 +106,8 @@ def convert_model(
         check_payloads([*_payloads(decisions, moved or copy), *(n.payload for n in nodes if n.copied)])
 
         def fill(data: PendingDataFile) -> None:
+            if progress is not None:
+                data.on_progress = lambda done: progress(done, layout.end)
             with PayloadReader(skeleton) as reader:
                 for d in decisions:
                     if d.in_data_file:

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import os
 import secrets
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -117,30 +119,36 @@ class PendingDataFile(PendingFile):
 
     Attributes:
         position: bytes written so far.
+        on_progress: called with ``position`` as it grows, if set.
     """
 
     def __init__(self, directory: str, name: str) -> None:
         super().__init__(directory, name)
         self.position = 0
+        self.on_progress: Callable[[int], Any] | None = None
         self._digest = hashlib.sha256()  # which processors have instructions for
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         super().write(data)
-        self._digest.update(data)
-        self.position += len(data)
+        self._advance(data)
 
     def write_zeros(self, zeros: bytes | memoryview) -> None:
         """Append zeros as a hole."""
         super().write_zeros(zeros)
-        self._digest.update(zeros)
-        self.position += len(zeros)
+        self._advance(zeros)
 
     def pad_to(self, offset: int) -> None:
         """Append zeros up to ``offset``."""
         if offset < self.position:
             raise ValueError(f"offset {offset} is behind the end of the data written so far, {self.position}")
         self.write(bytes(offset - self.position))
+
+    def _advance(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self.position += len(data)
+        if self.on_progress is not None:
+            self.on_progress(self.position)
 
     @property
     def digest(self) -> str:

@@ -89,6 +89,11 @@ class Pager:
         return self._resident_bytes
 
     @property
+    def group(self) -> int:
+        """The group that a run has come to."""
+        return self._group
+
+    @property
     def most_other_bytes(self) -> int:
         """The most bytes in use at a tick that were no mapped pages: the session's own and activations."""
         return self._most_other_bytes

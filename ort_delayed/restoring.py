@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import onnx
 
@@ -53,7 +54,11 @@ class _Restored:
 
 
 def restore_model(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, overwrite: bool = False
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> ConversionReport:
     """Write a model whose delayed nodes are initializers again; the source stays as it is.
 
@@ -66,6 +71,7 @@ def restore_model(
         source: the model file, converted by this project or not.
         destination: the model file to write. Both files appear whole or not at all.
         overwrite: replace a destination that exists, and its data file.
+        progress: called with the bytes of the data file that are written, and those in all, as they grow.
 
     Returns:
         what was done with each tensor; it prints as a table.
@@ -96,6 +102,8 @@ def restore_model(
         check_payloads(payloads)
 
         def fill(data: PendingDataFile) -> None:
+            if progress is not None:
+                data.on_progress = lambda done: progress(done, layout.end)
             with PayloadReader(skeleton) as reader:
                 writes: list[tuple[int, TensorOnDisk]] = [
                     (r.offset, r.node.payload) for r in restored if r.action == "written"
