@@ -324,12 +324,14 @@ def test_a_model_given_as_bytes(model: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_external_data_that_is_not_installed_keeps_its_place(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
     other = np.full((16, 16), 2, np.float32)
-    (tmp_path / "other.bin").write_bytes(other.tobytes())
+    directory = tmp_path / "model"  # beside the weights: the directory that both have in common is another
+    directory.mkdir()
+    (directory / "other.bin").write_bytes(other.tobytes())
     made = chain(weights)
     constant = node("Constant", [], ["c"], value=external_initializer("c", other, "other.bin", 0))
     made.graph.node[-1].output[0] = "product"
     made.graph.node.extend([constant, node("MatMul", ["product", "c"], ["y"])])
-    path = save_external(tmp_path / "m.onnx", made, weights)
+    path = save_external(directory / "m.onnx", made, weights)
     source = save_safetensors(tmp_path / "elsewhere" / "w.safetensors", weights)
     sess_options = options()
     installed = ort_delayed.stream_install(path, sess_options, ram_budget=BUDGET, weights=source)
