@@ -1,8 +1,9 @@
 """Sessions on packed models: is the model one, does it suit this machine, which ranges does a run read.
 
 ONNX Runtime itself sees to it that packed bytes are the right ones: when a session is made, each kernel packs its
-weight once more, one at a time, and ONNX Runtime takes the saved bytes instead only where they are the same. So a
-packed model that was made elsewhere is slower, never wrong, as long as its graph suits the processor.
+weight once more, one at a time, and ONNX Runtime takes the saved bytes instead where their hash is the same (release
+1.32 also compares the bytes). So a packed model that was made elsewhere is slower, never wrong, as long as its graph
+suits the processor.
 """
 
 from __future__ import annotations
