@@ -115,20 +115,20 @@ def write_outputs(
     if os.path.realpath(destination.path) in in_use:
         raise ValueError(f"the destination '{destination.path}' is a file that the source reads its weights from")
     obsolete = destination.data_files_of_present_model() if destination.overwrite else set()
-    with contextlib.ExitStack() as stack:
-        data = data_name = None
-        if fill_data is not None:
-            data = PendingDataFile(destination.directory, destination.name)
-            stack.enter_context(data)
-            fill_data(data)
-            data.flush_to_disk()
-            data_name = destination.data_name(data.digest)
+    pending = None if fill_data is None else PendingDataFile(destination.directory, destination.name)
+    # A plain `with`, no ExitStack: nothing can come between making the file and knowing that it has to go.
+    with pending or contextlib.nullcontext():
+        data_name = None
+        if pending is not None and fill_data is not None:
+            fill_data(pending)
+            pending.flush_to_disk()
+            data_name = destination.data_name(pending.digest)
         finish_model(data_name or "")
-        model = stack.enter_context(PendingFile(destination.directory, destination.name))
-        _write_model(skeleton, model)
-        model.flush_to_disk()
-        skeleton.check_unchanged()
-        _commit(destination, data, data_name, model)
+        with PendingFile(destination.directory, destination.name) as model:
+            _write_model(skeleton, model)
+            model.flush_to_disk()
+            skeleton.check_unchanged()
+            _commit(destination, pending, data_name, model)
     flush_directory(destination.directory)
     in_use |= named_files(skeleton.model, destination.directory)
     for path in obsolete - in_use:

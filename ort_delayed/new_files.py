@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class CopyBuffer:
 
 
 class PendingFile:
-    """A file that is being written beside its place, under another name, until :meth:`commit`.
+    """A file that is being written beside its place, under another name, until :meth:`commit`. For ``with``.
 
     Leaving the ``with`` block without a commit removes it. A process that is killed leaves the other name behind,
     ``.NAME.<random>.partial``; it never leaves half a file in the place itself.
@@ -58,12 +58,19 @@ class PendingFile:
     def __init__(self, directory: str, name: str) -> None:
         # Names can be as long as a file system allows, so the temporary one does not grow with them.
         self.path = os.path.join(directory, f".{name[:100]}.{secrets.token_hex(6)}.partial")
-        # Not tempfile: its files can be read by nobody else, and a model's mode follows the user's umask.
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        self._file = os.fdopen(fd, "wb", buffering=_WRITE_BUFFER_BYTES)
         self._committed = False
 
-    def __enter__(self) -> PendingFile:
+    def __enter__(self) -> Self:
+        # Made here and nowhere else: an interrupt is raised as soon as the call in which it came has returned, and a
+        # file that a constructor had made would be nobody's at that moment.
+        try:
+            # Not tempfile: its files can be read by nobody else, and a model's mode follows the user's umask.
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+            self._file = os.fdopen(fd, "wb", buffering=_WRITE_BUFFER_BYTES)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            raise
         return self
 
     def __exit__(

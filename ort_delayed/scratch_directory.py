@@ -37,8 +37,9 @@ class ScratchDirectory:
 
     def __enter__(self) -> ScratchDirectory:
         self._remove_abandoned()
-        os.mkdir(self.path)
         try:
+            # Inside: an interrupt is raised as soon as the call in which it came has returned.
+            os.mkdir(self.path)
             self._lock = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT, 0o666)
             platform.hold_alone(self._lock)
         except BaseException:

@@ -119,10 +119,9 @@ def kept_to(report: MemoryReport) -> list[str]:
     ]
     last = report.last_run
     if last is not None:
-        lines.append(
-            f"the last run gave up {size_text(last.dropped_bytes)} of weights and touched "
-            f"{size_text(last.refetched_bytes)} again; {last.ticks} ticks, {last.reliefs} reliefs"
-        )
+        given_up, again = size_text(last.dropped_bytes), size_text(last.refetched_bytes)
+        lines.append(f"the last run gave up {given_up} of weights and touched {again} again")
+        lines.append(f"  ({last.ticks} ticks of the clock, {last.reliefs} interventions of the watcher)")
     if report.drops_page_cache:
         lines.append("memory is short: weights are given up from the page cache too")
     return lines

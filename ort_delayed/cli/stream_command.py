@@ -103,8 +103,8 @@ def report_lines(report: StreamingLoadReport) -> list[str]:
     """What the report says."""
     peak = report.peak_ram
     return [
-        f"{report.groups_loaded} groups, {report.tensors_loaded} tensors, {size_text(report.bytes_mapped)} "
-        f"from {report.source}",
-        f"peak {size_text(peak.peak_incremental_bytes)} above the baseline of {size_text(peak.baseline_rss_bytes)}, "
-        f"budget {size_text(peak.budget_bytes)} (by the {peak.peak_source.replace('-', ' ')})",
+        f"{report.groups_loaded} groups, {report.tensors_loaded} tensors, {size_text(report.bytes_mapped)}, from",
+        f"  {report.source}",
+        f"peak {size_text(peak.peak_incremental_bytes)} above the baseline, budget {size_text(peak.budget_bytes)}",
+        f"  (baseline {size_text(peak.baseline_rss_bytes)}; measured by the {peak.peak_source.replace('-', ' ')})",
     ]
