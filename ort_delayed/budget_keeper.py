@@ -1,110 +1,57 @@
 """Keeping one session to its RAM budget: the measuring, the pager, the watcher and the checks, put together.
 
-What counts is the process's resident memory above a baseline taken when construction begins. Memory that the process
-gains while no run of the session is under way is not the session's: it moves the baseline. The bound is checked
-against the kernel's own high-water mark after construction and after each run.
+The bound is checked against the kernel's own high-water mark after construction and after each run; what counts is
+said in :mod:`ort_delayed.memory_use`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import onnxruntime
 
 from ort_delayed.budgeted_source import BudgetedSource, ModelNotSuitedError, prepare_budgeted
+from ort_delayed.construction_options import building_in_place
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
 from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, find_pieces
-from ort_delayed.loader.probe import PeakSource
-from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 from ort_delayed.memory_plan import MemoryPlan, make_plan
+from ort_delayed.memory_report import MemoryReport, RunMemory
+from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.pager import PagedGroup, PagedPiece, Pager, PagerCounts
 from ort_delayed.watcher import Watcher
 
-__all__ = ["BudgetKeeper", "MemoryReport", "RunMemory"]
+__all__ = ["BudgetKeeper"]
 
 _MIB = 1 << 20
-_PREPACKING_ENTRY = "session.disable_prepacking"
+_SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
 # What one core can touch in a second of pages that are in the page cache; with it goes how often the watcher looks.
 _TOUCHED_PER_CORE = 15 << 30
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
-_SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
+# Reading what is available takes some 0.2 ms.
+_SECONDS_BETWEEN_LOOKS_AT_THE_SYSTEM = 2.0
 _one_construction = threading.Lock()
-_all_runs_lock = threading.Lock()
-_keepers: weakref.WeakSet[BudgetKeeper] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class RunMemory:
-    """What one run did, in bytes where it is not a number of times.
-
-    Attributes:
-        peak_bytes: the most above the baseline.
-        dropped_bytes: mapped bytes that were given up.
-        refetched_bytes: mapped bytes, given up before, that were announced as needed again.
-        ticks: how often the clock ticked.
-        reliefs: how often the watching thread had to give up pages.
-    """
-
-    peak_bytes: int
-    dropped_bytes: int
-    refetched_bytes: int
-    ticks: int
-    reliefs: int
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What happened in a session under a budget so far.
-
-    Attributes:
-        budget_bytes: the budget.
-        baseline_rss_bytes: resident set size of the process that counts as nothing; what the process gained while
-            no run was under way is included.
-        construction_peak_bytes: the most above the baseline while the session was constructed.
-        peak_bytes: the most above the baseline, runs included.
-        peak_source: how peaks are known.
-        runs: how many runs have ended.
-        last_run: the last of them, None before the first.
-        drops_page_cache: whether pages are given up from the page cache as well, because memory is short.
-    """
-
-    budget_bytes: int
-    baseline_rss_bytes: int
-    construction_peak_bytes: int
-    peak_bytes: int
-    peak_source: PeakSource
-    runs: int
-    last_run: RunMemory | None
-    drops_page_cache: bool
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Run:
-    """A run (or a construction) that is under way.
+    """A run (or a construction) that is under way: its peak, how it is ended before its time, and why it was."""
 
-    Attributes:
-        cancel: ends it before its time.
-        failure: why it was ended.
-        window: its high-water mark.
-        beside: budgets of other sessions, by the session, that had a run meanwhile.
-    """
-
+    peak: RunPeak
     cancel: Callable[[], None]
     failure: RamBudgetExceeded | None = None
-    window: PeakWindow | None = None
-    beside: dict[int, int] = field(default_factory=dict)
 
 
 class BudgetKeeper:
@@ -112,41 +59,44 @@ class BudgetKeeper:
 
     Args:
         budget: the budget.
-        drop_page_cache: whether pages that are given up are dropped from the page cache too; None: where the memory
-            available to the process is less than the mapped files.
+        drop_page_cache: whether pages that are given up are dropped from the page cache too; None: while the memory
+            available to the process is less than the mapped weights.
+        options_are_private: whether nobody but the session uses its SessionOptions.
 
     Raises:
         RamProbeUnavailable: resident memory cannot be measured, or pages cannot be given up here.
     """
 
-    def __init__(self, budget: RamBudget | int, *, drop_page_cache: bool | None = None) -> None:
+    def __init__(
+        self, budget: RamBudget | int, *, drop_page_cache: bool | None = None, options_are_private: bool = False
+    ) -> None:
         self.budget = RamBudget.of(budget)
-        self._wants_drop_page_cache = drop_page_cache
         if not platform.can_give_up_pages():
             raise RamProbeUnavailable(
                 "a RAM budget for a session needs a system on which the pages of mapped files can be given up (Linux)"
             )
-        self._window = PeakWindow()
-        self._baseline = _resident_bytes()
-        self._foreign = 0
-        self._idle_rss = self._baseline
+        self._pager: Pager | None = None
+        self._use = MemoryUse(self.budget.max_bytes, _weak(self, BudgetKeeper._mapped_bytes, 0))
+        self._construction = self._use.begin()
+        self._report = MemoryReport(self.budget.max_bytes, self._use.baseline)
+        self._wants_drop_page_cache = drop_page_cache
+        self._looked_at_system = 0.0
+        self._drops_page_cache = threading.Event()
+        self._options_are_private = options_are_private
+        self._is_parallel = False
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._runs: dict[int, _Run] = {}
-        self._elsewhere = _mapped_elsewhere(self)
         self._source: BudgetedSource | None = None
         self._files: MappedFiles | None = None
-        self._pager: Pager | None = None
-        self._by_page = platform.PageByPage()
-        self._unpaged: dict[str, tuple[Piece, ...]] = {}
         self._plan: MemoryPlan | None = None
         self._mappings: set[platform.FileMapping] = set()
-        self._report = MemoryReport(
-            self.budget.max_bytes, self._baseline, 0, 0, "highest-sample", 0, None, drops_page_cache=False
-        )
-        self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
-        self._building_lock = threading.Lock()
+        self._by_page = platform.PageByPage()
+        self._unpaged: dict[str, tuple[Piece, ...]] = {}
         self._is_building = False
-        self._watcher = Watcher(_weak_look(self))
+        self._building_lock = threading.Lock()
+        self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
+        self._watcher = Watcher(_weak(self, BudgetKeeper.look, _LONGEST_SLEEP))
         _keepers.add(self)
 
     # --- Construction -------------------------------------------------------------------------------------------------
@@ -163,12 +113,14 @@ class BudgetKeeper:
         Returns:
             What to give to ONNX Runtime, and the directory of its external data.
         """
-        ticked = weakref.WeakMethod(self._on_tick)
+        if self._plan is not None:  # the session is made again
+            self._construction = self._use.begin()
+        kept = weakref.ref(self)
 
         def on_tick(group: int) -> None:
-            tick = ticked()
-            if tick is not None:
-                tick(group)
+            keeper = kept()
+            if keeper is not None:
+                keeper._on_tick(group)
 
         prepared = prepare_budgeted(source, options, binding, self.budget, on_tick, weights_dir=weights_dir)
         files = MappedFiles(dict.fromkeys(t.path for t in prepared.tensors))
@@ -206,16 +158,18 @@ class BudgetKeeper:
         assert self._source is not None
         assert self._files is not None
         # Mappings are told apart by what is new, so two constructions must not overlap.
-        prepacking = "0" if self._source.packed else "1"
         optimized = nullcontext() if self._source.packed is None else optimized_already(options)
-        entry = _config_entry(options, _PREPACKING_ENTRY, prepacking)
-        with _one_construction, optimized, entry, _without_memory_pattern(options):
+        in_place = building_in_place(
+            options, prepacking=bool(self._source.packed), are_private=self._options_are_private
+        )
+        self._is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+        with _one_construction, optimized, in_place:
             before = set(platform.file_mappings(self._files.paths))
 
             def cancel() -> None:
                 options.set_load_cancellation_flag(True)
 
-            run = _Run(cancel)
+            run = _Run(self._construction, cancel)
             with self._lock:
                 self._runs[id(run)] = run
             self._is_building = True
@@ -246,7 +200,7 @@ class BudgetKeeper:
         self._mappings = mappings - (before - self._mappings)
         lost = [t for t in source.tensors if t.name in source.weights and t.name not in found]
         lost_bytes = sum(t.nbytes for t in lost)
-        self._report = replace(self._report, drops_page_cache=self._drops_page_cache(source))
+        self._look_at_system(source)
         pieces: list[PagedPiece] = []
         numbers: dict[str, range] = {}
         for name, own in found.items():
@@ -257,13 +211,16 @@ class BudgetKeeper:
         groups = [
             PagedGroup(tuple(n for name in names for n in numbers.get(name, ())), 0) for _, names in source.groups
         ]
-        self._pager = Pager(pieces, groups, self.used_bytes, self.budget.max_bytes)
+        self._pager = Pager(pieces, groups, self._use.now, self.budget.max_bytes)
         self._pager.give_up_all()
-        session_bytes = max(self.used_bytes(), 0)
+        session_bytes = max(self._use.now(), 0)
         self._replan(session_bytes, 0)
-        peak = self._take_peak(self._window)
+        peak, how = self._construction.read()
         self._report = replace(
-            self._report, construction_peak_bytes=peak, peak_bytes=max(peak, self._report.peak_bytes)
+            self._report,
+            construction_peak_bytes=peak,
+            peak_bytes=max(peak, self._report.peak_bytes),
+            peak_source=how,
         )
         if lost_bytes > self.budget.max_bytes // 4:
             raise ModelNotSuitedError(
@@ -271,10 +228,7 @@ class BudgetKeeper:
                 "by others in memory while it optimized the model. Optimize the model once beforehand "
                 "(ort_delayed.pack_model), or use a lower graph_optimization_level"
             )
-        if peak > self.budget.max_bytes:
-            raise RamBudgetExceeded(
-                budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation="constructing the session"
-            )
+        self._check_peak(peak, self._construction, "constructing the session")
         assert self._plan is not None
         if self._plan.least_budget_bytes > self.budget.max_bytes:
             raise RamBudgetExceeded(
@@ -283,23 +237,39 @@ class BudgetKeeper:
                 requested_bytes=self._plan.least_budget_bytes - session_bytes,
                 operation="constructing the session",
             )
-        self._idle_rss = _resident_bytes()
+        self._use.end(self._construction)
+
+    def _check_peak(self, peak: int, measured: RunPeak, operation: str) -> None:
+        # The kernel's mark is the process's: where other sessions ran meanwhile, all of them together are bound.
+        if peak > self.budget.max_bytes + sum(measured.beside.values()):
+            raise RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation=operation)
 
     def _giving_up(self, piece: Piece, files: MappedFiles) -> Callable[[], None]:
-        if self._report.drops_page_cache:
+        drops_page_cache = self._drops_page_cache
 
-            def give_up() -> None:
-                platform.give_up_pages(piece.address, piece.nbytes)
+        def give_up() -> None:
+            platform.give_up_pages(piece.address, piece.nbytes)
+            if drops_page_cache.is_set():
                 files.drop_cached(piece)
 
-            return give_up
-        return lambda: platform.give_up_pages(piece.address, piece.nbytes)
+        return give_up
 
-    def _drops_page_cache(self, source: BudgetedSource) -> bool:
-        if self._wants_drop_page_cache is not None:
-            return self._wants_drop_page_cache
-        available = platform.available_memory_bytes()
-        return available is not None and available < sum(w.nbytes for w in source.weights.values())
+    def _look_at_system(self, source: BudgetedSource) -> None:
+        """Decide whether memory is so short that pages must leave the page cache too to make room for others.
+
+        Where kept and streamed pages fit into what is available, the system keeps them cached, and giving up and
+        touching them costs next to nothing. Where they do not, it would push out the kept ones for the streamed ones.
+        """
+        self._looked_at_system = time.monotonic()
+        wanted = self._wants_drop_page_cache
+        if wanted is None:
+            available = platform.available_memory_bytes()
+            wanted = available is not None and available < sum(w.nbytes for w in source.weights.values())
+        if wanted:
+            self._drops_page_cache.set()
+        else:
+            self._drops_page_cache.clear()
+        self._report = replace(self._report, drops_page_cache=wanted)
 
     def _replan(self, session_bytes: int, activations_bytes: int) -> None:
         assert self._source is not None
@@ -339,11 +309,15 @@ class BudgetKeeper:
             RamBudgetExceeded: the budget was exceeded; the run was ended, or its results are not handed out.
         """
         assert self._files is not None
-        assert self._pager is not None
+        if self._is_parallel and self._pid != os.getpid():
+            raise RuntimeError(
+                "this session was constructed in ORT_PARALLEL mode before a fork: ONNX Runtime's threads are not in "
+                "this process, and a run would never end. Construct the session in this process, or sequentially"
+            )
         self._files.check_unchanged()
-        run = _Run(cancel)
-        counts = self._begin(run)
+        run = _Run(self._use.begin(), cancel)
         try:
+            counts = self._begin(run)
             try:
                 yield
             finally:
@@ -352,28 +326,19 @@ class BudgetKeeper:
             if run.failure is not None:
                 raise run.failure from error
             raise
+        finally:
+            self._use.end(run.peak)
         if run.failure is not None:
             raise run.failure
-        # The kernel's mark is the process's: where other sessions ran meanwhile, all of them together are bound.
-        if peak > self.budget.max_bytes + sum(run.beside.values()):
-            raise RamBudgetExceeded(
-                budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation="running the model"
-            )
+        self._check_peak(peak, run.peak, "running the model")
 
     def _begin(self, run: _Run) -> PagerCounts:
         assert self._pager is not None
-        with _all_runs_lock, self._lock:
-            if not self._runs:
-                # What the process has gained since the last run is not this session's.
-                self._foreign = max(self._foreign + _resident_bytes() - self._idle_rss, 0)
-                self._elsewhere = _mapped_elsewhere(self)
-            for other in _keepers:
-                if other is not self and other._runs:
-                    run.beside[id(other)] = other.budget.max_bytes
-                    for theirs in other._runs.values():
-                        theirs.beside[id(self)] = self.budget.max_bytes
+        assert self._source is not None
+        if time.monotonic() - self._looked_at_system > _SECONDS_BETWEEN_LOOKS_AT_THE_SYSTEM:
+            self._look_at_system(self._source)
+        with self._lock:
             self._runs[id(run)] = run
-            run.window = PeakWindow()
         self._pager.begin()
         self._watcher.start()
         return replace(self._pager.counts)
@@ -382,12 +347,9 @@ class BudgetKeeper:
         assert self._pager is not None
         assert self._plan is not None
         self._watcher.stop()
+        peak, how = run.peak.read()
         with self._lock:
-            peak = self._take_peak(run.window)
             self._runs.pop(id(run), None)
-            run.window = None
-            if not self._runs:
-                self._idle_rss = _resident_bytes()
             now = self._pager.counts
             last = RunMemory(
                 peak,
@@ -397,7 +359,11 @@ class BudgetKeeper:
                 now.reliefs - before.reliefs,
             )
             self._report = replace(
-                self._report, peak_bytes=max(peak, self._report.peak_bytes), runs=self._report.runs + 1, last_run=last
+                self._report,
+                peak_bytes=max(peak, self._report.peak_bytes),
+                peak_source=how,
+                runs=self._report.runs + 1,
+                last_run=last,
             )
             activations = self._pager.most_other_bytes - self._plan.session_bytes
             if activations > self._plan.activations_bytes + _WORTH_A_NEW_PLAN:
@@ -416,11 +382,11 @@ class BudgetKeeper:
         if self._pager is not None:
             used = self._pager.relieve(self._mark)
         else:
-            used = self.used_bytes()
+            used = self._use.now()
             if used > self._mark:
                 with self._building_lock:
                     self._relieve_construction()
-                used = self.used_bytes()
+                used = self._use.now()
         if used > self.budget.max_bytes:
             self._fail(used)
         distance = self._mark - used
@@ -444,7 +410,7 @@ class BudgetKeeper:
             else:
                 others.append(mapping)
         for mapping in others:
-            if self.used_bytes() <= self._mark:
+            if self._use.now() <= self._mark:
                 break
             platform.reclaim_pages(mapping.address, mapping.nbytes)
 
@@ -460,20 +426,7 @@ class BudgetKeeper:
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
-    def used_bytes(self) -> int:
-        """Resident bytes above the baseline, now; without what other sessions' weights have gained meanwhile."""
-        elsewhere = _mapped_elsewhere(self) - self._elsewhere if len(_keepers) > 1 else 0
-        return _resident_bytes() - self._baseline - self._foreign - elsewhere
-
-    def _take_peak(self, window: PeakWindow | None) -> int:
-        mark = None if window is None else window.read()
-        source: PeakSource = "highest-sample" if mark is None else "kernel-high-water-mark"
-        self._report = replace(self._report, peak_source=source)
-        return (_resident_bytes() if mark is None else mark) - self._baseline - self._foreign
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of mapped weights that are recorded to be resident."""
+    def _mapped_bytes(self) -> int:
         pager = self._pager
         return 0 if pager is None else pager.resident_bytes
 
@@ -487,23 +440,19 @@ class BudgetKeeper:
     @property
     def position(self) -> int | None:
         """The group of the plan that a run has come to, None while none is under way."""
-        # Before a run's window is open, the pager still stands where the last run ended.
-        is_running = any(run.window is not None for run in list(self._runs.values()))
-        return self._pager.group if self._pager is not None and is_running else None
+        return self._pager.group if self._pager is not None and self._runs else None
 
     @property
     def report(self) -> MemoryReport:
         """What has happened so far."""
-        return replace(self._report, baseline_rss_bytes=self._baseline + self._foreign)
+        return replace(self._report, baseline_rss_bytes=self._use.baseline)
 
     def after_fork(self) -> None:
         """In a forked child: nothing of the parent's runs is under way, and its locks may be held for ever."""
-        self._lock = threading.RLock()
+        self._lock, self._building_lock = threading.RLock(), threading.Lock()
         self._runs.clear()
         if self._pager is not None:
             self._pager.after_fork()
-        # A child starts without the pages of file mappings.
-        self._idle_rss = _resident_bytes()
 
     def _release_model(self) -> None:
         self._unpaged.clear()
@@ -517,6 +466,7 @@ class BudgetKeeper:
     def close(self) -> None:
         """End the thread, and give up nothing any more. Safe to call twice."""
         self._watcher.close()
+        self._use.end(self._construction)
         self._release_model()
         self._by_page.close()
 
@@ -526,62 +476,24 @@ def _pages(offset: int, nbytes: int) -> tuple[int, int]:
     return offset // mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE)
 
 
-def _resident_bytes() -> int:
-    found = current_rss_bytes()
-    if found is None:
-        raise RamProbeUnavailable("resident memory cannot be measured, so a session cannot keep to a RAM budget")
-    return found
+def _weak(keeper: BudgetKeeper, method: Callable[[BudgetKeeper], _T], otherwise: _T) -> Callable[[], _T]:
+    """A method of the keeper for those who must not keep it alive, and what they get when it is gone."""
+    kept = weakref.ref(keeper)
 
+    def call() -> _T:
+        found = kept()
+        return otherwise if found is None else method(found)
 
-def _weak_look(keeper: BudgetKeeper) -> Callable[[], float]:
-    """What the watcher calls. Its thread must not keep the keeper alive."""
-    look = weakref.WeakMethod(keeper.look)
-
-    def look_if_alive() -> float:
-        found = look()
-        return _LONGEST_SLEEP if found is None else found()
-
-    return look_if_alive
-
-
-@contextmanager
-def _config_entry(options: onnxruntime.SessionOptions, key: str, value: str) -> Iterator[None]:
-    """While the session is built, the options have this entry. One that was not there stays, with its default."""
-    previous = "0"
-    with contextlib.suppress(RuntimeError):
-        previous = options.get_session_config_entry(key)
-    options.add_session_config_entry(key, value)
-    try:
-        yield
-    finally:
-        options.add_session_config_entry(key, previous)
-
-
-@contextmanager
-def _without_memory_pattern(options: onnxruntime.SessionOptions) -> Iterator[None]:
-    """While the session is built, the options have no memory pattern.
-
-    With it a second run takes one planned block for its activations, beside those that the first run has left in the
-    arena: twice the memory, for each shape of inputs.
-    """
-    previous, options.enable_mem_pattern = options.enable_mem_pattern, False
-    try:
-        yield
-    finally:
-        options.enable_mem_pattern = previous
-
-
-def _mapped_elsewhere(keeper: BudgetKeeper) -> int:
-    """Bytes of mapped weights that other sessions under a budget are recorded to have resident."""
-    return sum(k.mapped_bytes for k in list(_keepers) if k is not keeper)
+    return call
 
 
 def _all_after_fork() -> None:
-    global _one_construction, _all_runs_lock
-    _one_construction, _all_runs_lock = threading.Lock(), threading.Lock()
+    global _one_construction
+    _one_construction = threading.Lock()
     for keeper in list(_keepers):
         keeper.after_fork()
 
 
+_keepers: weakref.WeakSet[BudgetKeeper] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_all_after_fork)

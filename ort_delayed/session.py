@@ -14,13 +14,14 @@ from typing import Any
 import onnxruntime
 
 from ort_delayed.bound_options import bound_model, refuse_bound
-from ort_delayed.budget_keeper import BudgetKeeper, MemoryReport
+from ort_delayed.budget_keeper import BudgetKeeper
 from ort_delayed.install_errors import InstallError
 from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import register_custom_ops
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
 from ort_delayed.memory_plan import MemoryPlan
+from ort_delayed.memory_report import MemoryReport
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
@@ -76,7 +77,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     ) -> None:
         self._budget: BudgetKeeper | None = None
         if ram_budget is not None:
-            self._budget = BudgetKeeper(ram_budget, drop_page_cache=drop_page_cache)
+            self._budget = BudgetKeeper(
+                ram_budget, drop_page_cache=drop_page_cache, options_are_private=sess_options is None
+            )
             # Before ONNX Runtime's session goes: nothing may be given up in mappings that are gone.
             weakref.finalize(self, self._budget.close).atexit = False
         self._source = path_or_bytes
