@@ -62,7 +62,9 @@ class _Recorder:
         self._forget()
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the collector may run at any allocation, and finalise a run that was left half way, which closes
+        # its window in the thread that stands in here.
+        self._lock = threading.RLock()
         self._windows: weakref.WeakSet[PeakWindow] = weakref.WeakSet()
 
     def open(self, window: PeakWindow) -> bool:
@@ -87,7 +89,7 @@ class _Recorder:
     def _fold(self) -> None:
         if self._windows:
             mark = platform.peak_resident_bytes()
-            for window in self._windows:
+            for window in list(self._windows):
                 window.take(mark)
 
     def after_fork(self) -> None:

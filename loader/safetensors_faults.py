@@ -39,7 +39,7 @@ def _found(fd: int, file_size: int, said: str) -> str:
         return f"it is truncated or no safetensors file: the header should take {length} bytes, {file_size - 8} follow"
     if "unknown variant" in said:
         kind = re.search(r"unknown variant `([^`]*)`", said)
-        return f"a tensor has the unknown type {kind[1] if kind else '?'}"
+        return f"a tensor has the type {kind[1] if kind else '?'}, which this release of safetensors does not know"
     if "overflow" in said:
         return "the shape of a tensor overflows: its size in bytes cannot be a number of 64 bits"
     header = _header(fd, length) if length <= _LARGEST_EXPLAINED else None

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
+import safetensors
 from onnx import TensorProto, helper
 
 Array = npt.NDArray[np.generic]
@@ -36,6 +37,16 @@ SAFETENSORS_NAMES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
+
+
+def library_knows(dtype: str) -> bool:
+    """Whether the installed safetensors library knows this type; the newest came with 0.7 and 0.8."""
+    text = json.dumps({"a": entry(0, 0, [0], dtype)}).encode()
+    try:
+        safetensors.deserialize(struct.pack("<Q", len(text)) + text)
+    except safetensors.SafetensorError:
+        return False
+    return True
 
 
 def raw_safetensors(path: Path, header: object, data: bytes, *, length: int | None = None) -> Path:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from checkpoints import SAFETENSORS_NAMES, entry, raw_safetensors
+from checkpoints import SAFETENSORS_NAMES, entry, library_knows, raw_safetensors
 from onnx import TensorProto, helper
 from safetensors import safe_open
 
@@ -52,7 +52,7 @@ def test_numpy_holds_the_stored_bytes(element_type: ElementType) -> None:
 
 @by_name
 def test_safetensors_takes_it_by_that_name_and_size(element_type: ElementType, tmp_path: Path) -> None:
-    if element_type.safetensors is None:
+    if element_type.safetensors is None or not library_knows(element_type.safetensors):
         return
     size = element_type.nbytes((8, 3))
     path = raw_safetensors(tmp_path / "m", {"a": entry(0, size, (8, 3), element_type.safetensors)}, bytes(size))

@@ -13,7 +13,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import SAFETENSORS_NAMES, Array, bits, entry, raw_safetensors, save_onnx, save_safetensors
+from checkpoints import (
+    SAFETENSORS_NAMES,
+    Array,
+    bits,
+    entry,
+    library_knows,
+    raw_safetensors,
+    save_onnx,
+    save_safetensors,
+)
 
 from ort_delayed.loader import mapping
 from ort_delayed.loader.element_types import ELEMENT_TYPES
@@ -50,8 +59,9 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc/
 
 
 def test_every_type_arrives_bit_for_bit(tmp_path: Path) -> None:
+    types = [name for name, dtype in SAFETENSORS_NAMES.items() if library_knows(dtype)]
     # The file's header shifts everything to odd offsets, so multi-byte items are not aligned.
-    arrays = {"pad": bits("int8", (1,)), **{n: bits(n, (3, 5), i) for i, n in enumerate(SAFETENSORS_NAMES)}}
+    arrays = {"pad": bits("int8", (1,)), **{n: bits(n, (3, 5), i) for i, n in enumerate(types)}}
     arrays |= {"scalar": bits("float64", ()), "empty": bits("float16", (0, 7))}
     with mapped(save_safetensors(tmp_path / "m.safetensors", arrays)) as group:
         assert set(group.tensors) == set(arrays)

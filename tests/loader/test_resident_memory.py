@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -112,6 +113,26 @@ def test_a_failing_reset_leaves_older_windows_as_they_were(monkeypatch: pytest.M
     assert (newer.read(), newer.exact) == (None, False)
 
 
+def test_a_window_may_be_closed_in_the_middle_of_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As when the collector, run by any allocation, finalises a run that was left half way.
+    monkeypatch.setattr(platform, "reset_peak_resident_bytes", lambda: True)
+    monkeypatch.setattr(platform, "peak_resident_bytes", lambda: 5)
+    left, read = PeakWindow(), PeakWindow()
+    results: list[int | None] = []
+
+    def interrupted() -> int:
+        monkeypatch.setattr(platform, "peak_resident_bytes", lambda: 7)
+        left.close()
+        return 7
+
+    monkeypatch.setattr(platform, "peak_resident_bytes", interrupted)
+    reader = threading.Thread(target=lambda: results.append(read.read()), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert results == [7]
+    assert left.read() == 7
+
+
 def _in_child(window: PeakWindow, pipe: object) -> None:
     spike_free = PeakWindow()
     pipe.send((window.exact, spike_free.exact))  # type: ignore[attr-defined]
@@ -121,10 +142,20 @@ def _in_child(window: PeakWindow, pipe: object) -> None:
 def test_a_forked_child_has_a_mark_of_its_own_and_no_held_lock() -> None:
     window = PeakWindow()
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    context = multiprocessing.get_context("fork")
-    with resident_memory._recorder._lock:
-        child = context.Process(target=_in_child, args=(window, theirs))
-        child.start()
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with resident_memory._recorder._lock:
+            held.set()
+            forked.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(window, theirs), daemon=True)
+    child.start()
+    forked.set()
+    holder.join()
     assert ours.poll(20), "the child hangs"
     assert ours.recv() == (False, True)
     child.join(20)

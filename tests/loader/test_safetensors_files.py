@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import SAFETENSORS_NAMES, Array, bits, entry, raw_safetensors, save_index, save_safetensors
+from checkpoints import (
+    SAFETENSORS_NAMES,
+    Array,
+    bits,
+    entry,
+    library_knows,
+    raw_safetensors,
+    save_index,
+    save_safetensors,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -33,7 +42,9 @@ def stored_bytes(tensor: TensorOnDisk) -> bytes:
 
 
 def test_every_type_is_found_where_it_stands(tmp_path: Path) -> None:
-    arrays = {f"t{i}": bits(name, (3, 2), seed=i) for i, name in enumerate(SAFETENSORS_NAMES)}
+    types = [name for name, dtype in SAFETENSORS_NAMES.items() if library_knows(dtype)]
+    assert {"float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"} <= set(types)
+    arrays = {f"t{i}": bits(name, (3, 2), seed=i) for i, name in enumerate(types)}
     arrays |= {"empty": bits("float32", (0, 4)), "scalar": bits("bool", ()), "last": bits("int8", (1,))}
     path = save_safetensors(tmp_path / "m.safetensors", arrays)
     shard = read_shard(str(path))
@@ -66,7 +77,7 @@ VALID = {"a": entry(0, 8), "b": entry(8, 16)}
         (VALID, 19, "3 trailing bytes follow the last tensor"),
         (VALID, 15, "it is truncated: its tensors take 16 bytes, the file holds 15 of them"),
         ({"a": entry(0, 8, [2**40, 2**40])}, 8, "overflows"),
-        ({"a": entry(0, 8, [2], "F31")}, 8, "the unknown type F31"),
+        ({"a": entry(0, 8, [2], "F31")}, 8, "the type F31, which this release of safetensors does not know"),
         ({"a": entry(0, 8, [3])}, 8, "its header is not valid .*invalid shape, data type, or offset"),
         ({"a": entry(8, 0, [2])}, 8, "tensor 'a' ends at byte 0 of the data, before it starts at 8"),
         ({"a": entry(0, 8, [-2])}, 8, "its header is not valid .*integer `-2`"),

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -609,6 +610,16 @@ def test_a_file_that_changes_between_two_groups_is_refused(tmp_path: Path) -> No
     with pytest.raises(ShardFormatError, match="its time of last change is another"):
         loader.stream(consume)
     assert seen == ["embeddings"]
+
+
+def test_loaders_in_several_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
+    weights = classifier_weights()
+    path = save(tmp_path, weights, "index")
+    shared = StreamingWeightLoader(path, ram_budget=PLENTY)
+    loaders = [shared, shared, StreamingWeightLoader(path, ram_budget=PLENTY, layers_per_group=2)]
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(streamed, loaders * 4):
+            assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in weights.items()}
 
 
 # Progress
