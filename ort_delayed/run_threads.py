@@ -2,11 +2,13 @@
 
 Python delivers signals to the main thread, and counts recursion per thread. An exception that either raises while a
 Python op is inside ONNX Runtime (Ctrl-C, an alarm, a RecursionError near the limit) crosses a ``noexcept`` frame and
-aborts the process. On a thread of its own an op meets neither.
+aborts the process. On a thread of its own an op meets neither. The threads are made below ``threading``, because the
+trace and profile functions that it installs (``threading.settrace``) may raise too.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import threading
@@ -20,11 +22,14 @@ __all__ = ["RunThreads"]
 
 _STARTED_AT_ONCE = max(2, os.cpu_count() or 1)
 
+_Cancel = Callable[[bool], None]
+"""Ends a run before its time; told whether the interpreter ends."""
+
 
 class _Job:
     """One call: claimed by the thread that runs it, or by a caller who was interrupted before that."""
 
-    def __init__(self, function: Callable[[], Any], cancel: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], Any], cancel: _Cancel) -> None:
         self.function: Callable[[], Any] | None = function
         self.cancel = cancel
         self.result: Any = None
@@ -69,7 +74,7 @@ class _Job:
             return
         while not self.is_over:
             try:
-                self.cancel()
+                self.cancel(False)
                 self.over.acquire()
             except BaseException:  # a second interruption must not leave ONNX Runtime running behind our back
                 continue
@@ -85,9 +90,12 @@ _closing = threading.Event()
 def _finish_runs() -> None:
     _closing.set()
     for job in list(_running):
-        job.cancel()
+        job.cancel(True)
     while _running:
-        time.sleep(0.001)
+        try:
+            time.sleep(0.001)
+        except BaseException:  # an interruption must not let the interpreter go before the runs
+            continue
 
 
 if hasattr(os, "register_at_fork"):
@@ -98,17 +106,17 @@ class RunThreads:
     """The threads of one session: as many as it had runs at once. They end when it is closed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._idle: list[SimpleQueue[_Job | None]] = []
-        self._threads: list[tuple[SimpleQueue[_Job | None], threading.Thread]] = []
+        self._threads: list[_Thread] = []
         self._waiting: deque[_Job] = deque()
         self._serving = 0  # threads that take jobs from those that wait
 
-    def call(self, function: Callable[[], Any], cancel: Callable[[], None]) -> Any:
+    def call(self, function: Callable[[], Any], cancel: _Cancel) -> Any:
         """Call ``function`` on another thread, wait for it, and return its result or raise its exception.
 
         An exception in the waiting thread (Ctrl-C) calls ``cancel``, waits until the function has returned, and
@@ -130,7 +138,7 @@ class RunThreads:
                 del job
         return job.result
 
-    def start(self, function: Callable[[], None], cancel: Callable[[], None]) -> None:
+    def start(self, function: Callable[[], None], cancel: _Cancel) -> None:
         """Call ``function`` on another thread and do not wait for it; only the end of the interpreter does.
 
         No more than one per CPU run at once, the others wait: each may hold a weight. What the function refers to is
@@ -144,7 +152,7 @@ class RunThreads:
             if self._serving >= _STARTED_AT_ONCE:
                 return
             self._serving += 1
-        server = _Job(self._serve_waiting, lambda: None)
+        server = _Job(self._serve_waiting, lambda at_exit: None)
         try:
             self._send(server)
         except BaseException:
@@ -169,23 +177,21 @@ class RunThreads:
         if self._pid != os.getpid():
             return
         threads, self._threads = self._threads, []
-        for mailbox, _ in threads:
-            mailbox.put(None)
-        for _, thread in threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout=5)
+        for thread in threads:
+            thread.mailbox.put(None)
+        for thread in threads:
+            if thread.identity != threading.get_ident():
+                thread.ended.acquire(timeout=5)
 
     def _send(self, job: _Job) -> None:
         self._forget_threads_of_a_parent()
         try:
             job.mailbox = self._idle.pop()
         except IndexError:
-            job.mailbox = SimpleQueue()
-            thread = threading.Thread(
-                target=_serve, args=(job.mailbox, self._idle), name="ort_delayed run", daemon=True
-            )
-            self._threads.append((job.mailbox, thread))
-            thread.start()
+            thread = _Thread()
+            job.mailbox = thread.mailbox
+            thread.start(self._idle)
+            self._threads.append(thread)
         job.mailbox.put(job)
 
     def _forget_threads_of_a_parent(self) -> None:
@@ -193,8 +199,24 @@ class RunThreads:
             self._start_afresh()  # a fork copies no threads
 
 
-def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]]) -> None:
-    """What a thread does. It refers to no session, and to a job only while it runs it."""
-    while (job := mailbox.get()) is not None:
-        job.execute(lambda: idle.append(mailbox))
-        del job
+class _Thread:
+    """A thread that runs jobs. It refers to no session, and to a job only while it runs it."""
+
+    def __init__(self) -> None:
+        self.mailbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.ended = threading.Lock()
+        self.identity = 0
+
+    def start(self, idle: list[SimpleQueue[_Job | None]]) -> None:
+        """Start it; between jobs its mailbox is in ``idle``."""
+        self.ended.acquire()
+        self.identity = _thread.start_new_thread(_serve, (self.mailbox, idle, self.ended))
+
+
+def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]], ended: threading.Lock) -> None:
+    try:
+        while (job := mailbox.get()) is not None:
+            job.execute(lambda: idle.append(mailbox))
+            del job
+    finally:
+        ended.release()

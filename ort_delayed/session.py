@@ -180,7 +180,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
                 # Nobody waits who could get it; it is reported as of any thread.
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
-        self._threads.start(run, lambda: _terminate(own))
+        self._threads.start(run, lambda at_exit: _terminate(own or (run_options if at_exit else None)))
 
     def _carry(
         self,
@@ -196,7 +196,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
 
         try:
             with self._under_budget(own):
-                return self._threads.call(lambda: method(*given), lambda: _terminate(own))
+                return self._threads.call(
+                    lambda: method(*given), lambda at_exit: _terminate(own or (run_options if at_exit else None))
+                )
         except Exception as failed:
             error = self._typed_error(str(failed))
             if error is None:
@@ -272,10 +274,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
                 platform.release_free_memory()
 
 
-def _terminate(own: onnxruntime.RunOptions | None) -> None:
-    # Options that the caller gave may serve other runs too: those are not ended, the one run is waited for.
-    if own is not None:
-        own.terminate = True
+def _terminate(options: onnxruntime.RunOptions | None) -> None:
+    # Options that the caller gave may serve other runs too: before the interpreter ends they are left alone, and the
+    # one run is waited for.
+    if options is not None:
+        options.terminate = True
 
 
 def prepare_model(
