@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,17 @@ from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.files import FileIdentity, open_weights
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
-__all__ = ["MappedFileChanged", "MappedFiles", "Piece", "find_pieces"]
+__all__ = ["AmbiguousMappingsError", "MappedFileChanged", "MappedFiles", "Piece", "check_own", "find_pieces"]
 
 _PIECE_BYTES = 4 << 20  # a multiple of the size of a huge page, so that giving a piece up splits none
 
 
 class MappedFileChanged(ShardFormatError):  # noqa: N818  (named as RamBudgetExceeded is)
     """A file whose bytes are mapped is not the file any more that it was: nothing may be computed from it."""
+
+
+class AmbiguousMappingsError(RuntimeError):
+    """More mappings show a tensor than were to be expected: some are somebody else's, and it cannot be told which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,25 @@ def find_pieces(
         taken.add((showing[0].address, tensor.offset))
         found[tensor.name] = tuple(_cut(showing[0], tensor, piece_bytes))
     return found
+
+
+def check_own(tensors: Iterable[TensorOnDisk], mappings: Iterable[platform.FileMapping]) -> None:
+    """Refuse mappings of which some were made by others meanwhile.
+
+    Pages must never be given up at addresses that are somebody else's: once that mapping is gone, anything may stand
+    there.
+
+    Raises:
+        AmbiguousMappingsError: more mappings show exactly the pages of a tensor than there are tensors on them.
+    """
+    expected = Counter((t.path, t.offset // mmap.PAGESIZE, -(-t.end // mmap.PAGESIZE)) for t in tensors)
+    found = Counter((m.path, m.offset // mmap.PAGESIZE, (m.offset + m.nbytes) // mmap.PAGESIZE) for m in mappings)
+    for place, count in expected.items():
+        if found[place] > count:
+            raise AmbiguousMappingsError(
+                f"{found[place]} mappings of '{place[0]}' appeared where {count} was to be expected: another session "
+                "on this file was constructed at the same time. Construct this one again"
+            )
 
 
 def _shows(mapping: platform.FileMapping, tensor: TensorOnDisk) -> bool:

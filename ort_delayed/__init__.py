@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 # onnxruntime-extensions afterwards must get it with them. Only the program ``ort-delayed``, in which there are no other
 # callers, answers --help without loading ONNX Runtime; its commands import the modules that they need.
 if TYPE_CHECKING or os.path.splitext(os.path.basename(sys.argv[0]))[0] != "ort-delayed":
+    from ort_delayed.budgeted_source import ModelNotSuitedError
     from ort_delayed.conversion_report import ConversionReport
     from ort_delayed.converting import convert_model
     from ort_delayed.installing import InstalledModel, stream_install
@@ -21,6 +22,9 @@ if TYPE_CHECKING or os.path.splitext(os.path.basename(sys.argv[0]))[0] != "ort-d
         ShardFormatError,
         StreamingWeightLoader,
     )
+    from ort_delayed.loader.mapped_ranges import MappedFileChanged
+    from ort_delayed.memory_plan import MemoryPlan
+    from ort_delayed.memory_report import MemoryReport
     from ort_delayed.ops.errors import DelayedInitializerError
     from ort_delayed.restoring import restore_model
     from ort_delayed.session import InferenceSession, prepare_model
@@ -32,6 +36,10 @@ __all__ = [
     "InferenceSession",
     "InstalledModel",
     "LocalWeightsRequired",
+    "MappedFileChanged",
+    "MemoryPlan",
+    "MemoryReport",
+    "ModelNotSuitedError",
     "RamBudget",
     "RamBudgetExceeded",
     "RamProbeUnavailable",

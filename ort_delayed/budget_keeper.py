@@ -22,7 +22,7 @@ from ort_delayed.budgeted_source import BudgetedSource, ModelNotSuitedError, pre
 from ort_delayed.construction_options import building_in_place
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
-from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, find_pieces
+from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
 from ort_delayed.memory_plan import MemoryPlan, make_plan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
@@ -154,6 +154,7 @@ class BudgetKeeper:
         Raises:
             RamBudgetExceeded: the session does not fit into the budget.
             ModelNotSuitedError: ONNX Runtime put copies of mapped weights into memory.
+            AmbiguousMappingsError: another session on the same file was constructed at the same time.
         """
         assert self._source is not None
         assert self._files is not None
@@ -194,6 +195,7 @@ class BudgetKeeper:
         """Find ONNX Runtime's mappings of the weights, make the plan, and check that the session fits."""
         files.check_unchanged()
         mappings = set(platform.file_mappings(files.paths))
+        check_own(source.tensors, mappings - before)
         found = find_pieces(source.tensors, mappings - before)
         # A session that is made again may get the addresses of the one before it.
         found |= find_pieces([t for t in source.tensors if t.name not in found], mappings & self._mappings)

@@ -14,7 +14,14 @@ import pytest
 from ort_delayed.loader import platform
 from ort_delayed.loader.element_types import element_type_from_dtype
 from ort_delayed.loader.errors import ShardFormatError
-from ort_delayed.loader.mapped_ranges import MappedFileChanged, MappedFiles, Piece, find_pieces
+from ort_delayed.loader.mapped_ranges import (
+    AmbiguousMappingsError,
+    MappedFileChanged,
+    MappedFiles,
+    Piece,
+    check_own,
+    find_pieces,
+)
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
 PAGE = mmap.PAGESIZE
@@ -74,6 +81,15 @@ def test_the_tightest_mapping_is_taken() -> None:
 )
 def test_what_no_mapping_shows_is_left_out(missing: TensorOnDisk) -> None:
     assert find_pieces([missing], [mapping(0x10000, 2 * PAGE, 0)]) == {}
+
+
+def test_mappings_of_somebody_else_are_refused() -> None:
+    shown = [tensor("a", 0, 8), tensor("b", 0, PAGE), tensor("c", PAGE, 8)]
+    own = [mapping(0x10000, PAGE, 0), mapping(0x20000, PAGE, 0), mapping(0x30000, PAGE, PAGE)]
+    check_own(shown, own)
+    check_own(shown, [*own, mapping(0x40000, 2 * PAGE, 0)])
+    with pytest.raises(AmbiguousMappingsError, match="2 mappings of '/w' appeared where 1 was"):
+        check_own(shown, [*own, mapping(0x40000, PAGE, PAGE)])
 
 
 @pytest.fixture

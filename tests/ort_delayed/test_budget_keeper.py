@@ -438,6 +438,32 @@ def test_a_forked_child_goes_on(chain: str) -> None:
     run_snippet(FORKED, chain)
 
 
+PARALLEL = """
+import os
+import numpy as np, onnxruntime, ort_delayed
+from budget_models import *
+model = sys.argv[1]
+options = onnxruntime.SessionOptions()
+options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+session = ort_delayed.InferenceSession(model, options, ram_budget=40 * MIB)
+expected = session.run(None, feed(model))[0].tobytes()
+assert session.run(None, feed(model))[0].tobytes() == expected
+assert session.memory_report.last_run.dropped_bytes > 0
+child = os.fork()
+if child == 0:
+    try:
+        session.run(None, feed(model))
+    except RuntimeError as error:
+        os._exit(0 if "ORT_PARALLEL" in str(error) else 2)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_in_parallel_mode_a_forked_child_is_refused(chain: str) -> None:
+    run_snippet(PARALLEL, chain)
+
+
 TWO = """
 import threading
 import numpy as np, ort_delayed
