@@ -44,11 +44,13 @@ class SavedModel:
     data_path: str
 
 
-def optimize_model(path: str, external_directory: str, scratch: str, *, optimize: str, least_bytes: int) -> SavedModel:
+def optimize_model(
+    model: bytes, external_directory: str, scratch: str, *, optimize: str, least_bytes: int
+) -> SavedModel:
     """Have ONNX Runtime optimise a model and write the result into ``scratch``. Nothing is packed.
 
     Args:
-        path: the model.
+        model: the serialized model. (Given by path, ONNX Runtime 1.23 looks for external data beside it only.)
         external_directory: what its external locations are relative to.
         scratch: a directory for the result.
         optimize: a key of ``OPTIMIZATION_LEVELS``.
@@ -60,7 +62,9 @@ def optimize_model(path: str, external_directory: str, scratch: str, *, optimize
     options = _options(OPTIMIZATION_LEVELS[optimize])
     options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, external_directory)
     options.add_session_config_entry(_NO_PREPACKING, "1")
-    return _saved(path, options, os.path.join(scratch, "optimized"), least_bytes)
+    saved = _saved(model, options, os.path.join(scratch, "optimized"), least_bytes)
+    _drop_duplicates(saved.model)
+    return saved
 
 
 def pack_piece(model: onnx.ModelProto, scratch: str, stem: str) -> SavedModel:
@@ -93,6 +97,14 @@ def value_types(model: onnx.ModelProto, directory: str, wanted: Collection[int])
     types: dict[int, dict[str, str]] = {}
     _add_types(model, model.graph, {}, {}, directory, wanted, types)
     return types
+
+
+def _drop_duplicates(model: onnx.ModelProto) -> None:
+    """ONNX Runtime 1.23 writes a body's initializers twice: first with the source's external data, then with its own."""
+    for graph in iter_graphs(model.graph):
+        last = {tensor.name: index for index, tensor in enumerate(graph.initializer)}
+        for index in reversed([i for i, t in enumerate(graph.initializer) if last[t.name] != i]):
+            del graph.initializer[index]
 
 
 def _add_types(
@@ -154,12 +166,12 @@ def _options(level: onnxruntime.GraphOptimizationLevel) -> onnxruntime.SessionOp
     return options
 
 
-def _saved(path: str, options: onnxruntime.SessionOptions, stem: str, least_bytes: int) -> SavedModel:
+def _saved(model: str | bytes, options: onnxruntime.SessionOptions, stem: str, least_bytes: int) -> SavedModel:
     saved = SavedModel(onnx.ModelProto(), f"{stem}.data")
     options.optimized_model_filepath = f"{stem}.onnx"
     options.add_session_config_entry(_SAVED_EXTERNAL_FILE, os.path.basename(saved.data_path))
     options.add_session_config_entry(_SAVED_EXTERNAL_LEAST, str(least_bytes))
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
     with open(f"{stem}.onnx", "rb") as file:
         saved.model.ParseFromString(file.read())
     return saved

@@ -12,7 +12,8 @@ import onnx
 from ort_delayed.graphs import iter_graphs
 from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 from ort_delayed.model_outputs import Destination, check_destination, write_outputs
-from ort_delayed.new_files import CopyBuffer, PendingDataFile, PendingFile
+from ort_delayed.model_source import serialized
+from ort_delayed.new_files import PendingDataFile
 from ort_delayed.pack_manifest import PackManifest, current_environment, write_manifest
 from ort_delayed.pack_report import PackedTensorReport, PackReport
 from ort_delayed.pack_sessions import OPTIMIZATION_LEVELS, SavedModel, optimize_model
@@ -106,18 +107,9 @@ def pack_model(
 
 
 def _optimized(working: Skeleton, made: SourceModel, scratch: ScratchDirectory, optimize: str) -> SavedModel:
-    """The model as ONNX Runtime optimises it; the parts of the source that went through here are in its files."""
     working.model = made.model
-    with PendingFile(scratch.path, "source") as file:
-        buffer = CopyBuffer()
-        for piece in working.pieces():
-            if isinstance(piece, bytes):
-                file.write(piece)
-            else:
-                buffer.copy(working.fd, piece.offset, piece.nbytes, file)
-        file.commit(scratch.file("source.onnx"), replace=True)
     return optimize_model(
-        scratch.file("source.onnx"), made.directory, scratch.path, optimize=optimize, least_bytes=EXTERNAL_BYTES
+        serialized(working), made.directory, scratch.path, optimize=optimize, least_bytes=EXTERNAL_BYTES
     )
 
 

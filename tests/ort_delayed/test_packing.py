@@ -23,6 +23,7 @@ from ort_delayed.packing import pack_model
 from ort_delayed.prepacked_entries import packed_weights
 from ort_delayed.use_order import scoped_initializers
 
+VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 Outputs = list[np.ndarray]
 
 
@@ -69,6 +70,7 @@ def test_outputs_are_those_of_plain_onnxruntime_bit_for_bit(tmp_path: Path, name
         np.testing.assert_allclose(again, first, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(VERSION < (1, 32), reason="1.23 writes bodies wrongly, and cannot save all that it packs")
 @pytest.mark.parametrize("name", [n for n in PACKABLE if n not in ("small_only", "convolution")])
 def test_pieces_give_the_same_packed_bytes_as_onnxruntime_packing_the_whole_model(tmp_path: Path, name: str) -> None:
     made = PACKABLE[name]()
