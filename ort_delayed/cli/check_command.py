@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.printing import Table, print_json, print_table
-from ort_delayed.cli.sizes import size_text
+from ort_delayed.cli.sizes import counted, size_text
 
 if TYPE_CHECKING:
     from ort_delayed.checking import CheckReport
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         for fault in found.faults:
             print(f"fault: {' '.join(fault.split())}", file=sys.stderr)
         if found:
-            print(f"no faults ({found.tensors} tensors)")
+            print(f"no faults ({counted(found.tensors, 'tensor')})")
     return 0 if found else 1
 
 

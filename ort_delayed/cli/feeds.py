@@ -27,9 +27,10 @@ def load_feeds(path: str, inputs: Sequence[ModelValue]) -> Feeds:
         FileNotFoundError, OSError: it cannot be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array without a name")
+        stored = np.load(path, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with stored:
             feeds = {name: stored[name] for name in stored.files}
     except (ValueError, EOFError) as error:
         raise CommandError(f"'{path}' is not an .npz file of arrays (numpy.savez): {error}") from error
@@ -39,6 +40,14 @@ def load_feeds(path: str, inputs: Sequence[ModelValue]) -> Feeds:
             f"'{path}' has the arrays {_names(feeds)}, the model takes {_names(wanted)}: "
             f"missing {_names(wanted - set(feeds))}, unknown {_names(set(feeds) - wanted)}"
         )
+    for value in inputs:
+        found = feeds[value.name]
+        if found.dtype.kind in "fiub" and found.dtype.name != value.element_type:
+            # ONNX Runtime's own message does not say which input it means.
+            raise CommandError(
+                f"'{path}': the array '{value.name}' is of type {found.dtype.name}, the model takes "
+                f"{value.element_type}"
+            )
     return feeds
 
 

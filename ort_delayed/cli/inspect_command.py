@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.printing import Table, print_json, print_table
-from ort_delayed.cli.sizes import size_text
+from ort_delayed.cli.sizes import counted, size_text
 
 if TYPE_CHECKING:
     from ort_delayed.inspecting import InspectedTensor, Inspection, ModelValue
@@ -62,11 +62,11 @@ def summary(found: Inspection) -> list[str]:
     """The lines above the tables."""
     kind = "ONNX model" if found.source_format == "onnx" else "safetensors checkpoint"
     packed = ", packed by ort-delayed" if found.is_packed else ""
-    lines = [found.source, f"{kind}{packed}: {len(found.tensors)} tensors, {size_text(found.total_bytes)}"]
+    lines = [found.source, f"{kind}{packed}: {counted(len(found.tensors), 'tensor')}, {size_text(found.total_bytes)}"]
     for storage, text in _STORAGES.items():
         own = [t for t in found.tensors if t.storage == storage]
         if own and (storage != "checkpoint"):
-            lines.append(f"  {size_text(sum(t.nbytes for t in own)):>10}  {text}, {len(own)} tensors")
+            lines.append(f"  {size_text(sum(t.nbytes for t in own)):>10}  {text}, {counted(len(own), 'tensor')}")
     if found.shared_bytes:
         lines.append(f"  {size_text(found.shared_bytes):>10}  of these are shared by several tensors")
     return lines

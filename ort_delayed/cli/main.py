@@ -81,14 +81,18 @@ def _fail(arguments: argparse.Namespace, error: Exception, status: int) -> int:
     if arguments.debug:
         traceback.print_exception(error)
     print(f"ort-delayed {arguments.command}: error: {message_of(error)}", file=sys.stderr)
-    if not arguments.debug and not isinstance(
-        error, CommandError | UsageError | OSError | ValueError | MemoryError | RuntimeError
-    ):
+    if not arguments.debug and not _says_enough(error):
         # What no part of the library says by itself may be a fault of its own.
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(last.filename)}, line {last.lineno}"
         print(f"({type(error).__name__} in {where}; --debug shows the traceback)", file=sys.stderr)
     return status
+
+
+def _says_enough(error: Exception) -> bool:
+    """Whether an error is one of those with which the library or ONNX Runtime refuses something."""
+    kinds = CommandError | UsageError | OSError | ValueError | MemoryError | RuntimeError
+    return isinstance(error, kinds) or type(error).__module__.startswith("onnxruntime.")
 
 
 class _Version(argparse.Action):

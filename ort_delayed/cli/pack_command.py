@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.printing import Table, print_json, print_table
-from ort_delayed.cli.sizes import size_text
+from ort_delayed.cli.sizes import counted, size_text
 from ort_delayed.cli.written_models import add_destination_arguments, refusing_to_replace
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def totals(report: PackReport) -> list[str]:
     environment = report.manifest.environment
     lines = [
         f"{report.source} -> {report.destination}",
-        f"{packed} of {len(report.weights)} weights packed for onnxruntime {environment.onnxruntime} on "
+        f"{packed} of {counted(len(report.weights), 'weight')} packed for onnxruntime {environment.onnxruntime} on "
         f"{environment.machine}",
     ]
     if report.data_file is not None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.errors import UsageError
 from ort_delayed.cli.printing import Table, print_json, print_table
-from ort_delayed.cli.sizes import add_ram_argument, size_text
+from ort_delayed.cli.sizes import add_ram_argument, counted, size_text
 
 if TYPE_CHECKING:
-    from ort_delayed.budget_keeper import MemoryReport
+    from ort_delayed.memory_report import MemoryReport
     from ort_delayed.cli.measuring import MeasuredRun
     from ort_delayed.cli.timeline import MemoryTimeline
 
@@ -121,7 +121,9 @@ def kept_to(report: MemoryReport) -> list[str]:
     if last is not None:
         given_up, again = size_text(last.dropped_bytes), size_text(last.refetched_bytes)
         lines.append(f"the last run gave up {given_up} of weights and touched {again} again")
-        lines.append(f"  ({last.ticks} ticks of the clock, {last.reliefs} interventions of the watcher)")
+        lines.append(
+            f"  ({counted(last.ticks, 'tick')} of the clock, {counted(last.reliefs, 'intervention')} of the watcher)"
+        )
     if report.drops_page_cache:
         lines.append("memory is short: weights are given up from the page cache too")
     return lines

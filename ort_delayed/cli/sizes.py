@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_ram_argument", "parse_size", "size_text"]
+__all__ = ["add_ram_argument", "counted", "parse_size", "size_text"]
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -27,6 +27,11 @@ def size_text(count: int) -> str:
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def add_ram_argument(parser: argparse.ArgumentParser, *, required: bool, what: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.progress import ProgressBar
-from ort_delayed.cli.sizes import add_ram_argument, size_text
+from ort_delayed.cli.sizes import add_ram_argument, counted, size_text
 
 if TYPE_CHECKING:
     from ort_delayed.loader import LoadProgress, StreamedLayerGroup, StreamingLoadReport
@@ -102,8 +102,9 @@ def groups_table(steps: list[LoadProgress], report: StreamingLoadReport) -> Tabl
 def report_lines(report: StreamingLoadReport) -> list[str]:
     """What the report says."""
     peak = report.peak_ram
+    groups, tensors = counted(report.groups_loaded, "group"), counted(report.tensors_loaded, "tensor")
     return [
-        f"{report.groups_loaded} groups, {report.tensors_loaded} tensors, {size_text(report.bytes_mapped)}, from",
+        f"{groups}, {tensors}, {size_text(report.bytes_mapped)}, from",
         f"  {report.source}",
         f"peak {size_text(peak.peak_incremental_bytes)} above the baseline, budget {size_text(peak.budget_bytes)}",
         f"  (baseline {size_text(peak.baseline_rss_bytes)}; measured by the {peak.peak_source.replace('-', ' ')})",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from ort_delayed.cli.errors import CommandError
 from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.progress import ProgressBar
-from ort_delayed.cli.sizes import size_text
+from ort_delayed.cli.sizes import counted, size_text
 
 if TYPE_CHECKING:
-    from ort_delayed.conversion_report import ConversionReport
+    from ort_delayed.conversion_report import ConversionReport, TensorReport
 
-__all__ = ["add_destination_arguments", "print_report", "refusing_to_replace", "tensors_table", "totals"]
+__all__ = ["add_destination_arguments", "notes", "print_report", "refusing_to_replace", "tensors_table", "totals"]
 
 
 def add_destination_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,25 +50,39 @@ def print_report(report: ConversionReport, arguments: argparse.Namespace) -> Non
         return
     if not arguments.quiet and report.tensors:
         print_table(tensors_table(report))
+        for number, note in enumerate(notes(report), 1):
+            print(f"({number}) {note}")
         print()
     print("\n".join(totals(report)))
 
 
 def tensors_table(report: ConversionReport) -> Table:
-    """A row per tensor."""
+    """A row per tensor; what there is to say of an action stands in :func:`notes`, by number."""
+    numbers = {note: number for number, note in enumerate(notes(report), 1)}
     rows = []
     for t in report.tensors:
-        why = t.reason or ("" if t.action == "written" else f"in {t.path}" if t.path is not None else "")
+        note = _note(t)
         name = t.name if t.graph == "main graph" else f"{t.name} ({t.graph})"
-        rows.append((name, t.element_type, size_text(t.nbytes), t.action, why))
-    return Table(("tensor", "type", "size", "action", "where or why"), tuple(rows), right=(2,), flexible=(0, 4))
+        rows.append((name, t.element_type, size_text(t.nbytes), f"{t.action} ({numbers[note]})" if note else t.action))
+    return Table(("tensor", "type", "size", "action"), tuple(rows), right=(2,))
+
+
+def notes(report: ConversionReport) -> list[str]:
+    """Why tensors were kept and where referenced ones stand, each once, in the order of the table."""
+    return list(dict.fromkeys(note for note in map(_note, report.tensors) if note))
+
+
+def _note(tensor: TensorReport) -> str:
+    if tensor.reason or tensor.action == "written" or tensor.path is None:
+        return tensor.reason
+    return f"in {tensor.path}"
 
 
 def totals(report: ConversionReport) -> list[str]:
     """The lines below the table."""
     lines = [f"{report.source} -> {report.destination}"]
     for action in dict.fromkeys(t.action for t in report.tensors):
-        lines.append(f"  {size_text(report.nbytes(action)):>10}  {action}, {report.count(action)} tensors")
+        lines.append(f"  {size_text(report.nbytes(action)):>10}  {action}, {counted(report.count(action), 'tensor')}")
     if report.data_file is not None:
         lines.append(f"data file: {report.data_file}, {size_text(report.data_bytes)}")
     for path in report.absolute_paths:

@@ -1,0 +1,60 @@
+"""``ort-delayed plan``, and the plan without a session that it prints."""
+
+from __future__ import annotations
+
+import json
+
+from stand_ins import encoder_weights
+
+import ort_delayed
+from ort_delayed.planning import group_labels, plan_session
+
+
+def test_a_budget_that_fits(command):
+    status, out, err = command("plan", "model.onnx", "--ram", "256MiB")
+    assert (status, err) == (0, "")
+    assert out.startswith("fits into 256.0 MiB; no weight is read again")
+    for row in ("headroom", "read by rows", "stay in memory", "predicted peak", "least budget"):
+        assert row in out
+
+
+def test_a_budget_that_does_not_fit_is_1(command):
+    status, out, err = command("plan", "model.onnx", "--ram", "1MiB")
+    assert (status, err) == (1, "")
+    assert out.startswith("does not fit into 1.0 MiB: at least ")
+
+
+def test_groups_and_json(command):
+    _, out, _ = command("plan", "model.onnx", "--ram", "256MiB", "--groups")
+    assert "begins at" in out
+    status, out, _ = command("plan", "inline.onnx", "--ram", "256MiB", "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert found["fits"] is True
+    large = sum(w.nbytes for w in encoder_weights().values() if w.nbytes >= 64 << 10)
+    assert found["plan"]["mapped_bytes"] == large
+    assert command("plan", "model.onnx", "--ram", "1MiB", "--json")[0] == 1
+
+
+def test_the_plan_is_that_of_a_session_but_for_the_estimate(files):
+    budget = ort_delayed.RamBudget.from_mib(256)
+    planned = plan_session("model.onnx", budget)
+    session = ort_delayed.InferenceSession("model.onnx", ram_budget=budget)
+    found = session.memory_plan
+    assert found is not None
+    assert planned.groups == found.groups
+    assert planned.weights == found.weights
+    assert planned.refetched_bytes_per_run == found.refetched_bytes_per_run == 0
+    assert planned.activations_bytes == 0
+    assert 0 < planned.session_bytes < 32 << 20
+
+
+def test_the_embedding_is_read_by_rows(files):
+    by_rows = [w.name for w in plan_session("model.onnx", 256 << 20).weights if w.by_rows]
+    assert by_rows == ["embeddings.word_embeddings.weight"]
+
+
+def test_groups_are_called_after_their_layers(files):
+    labels = group_labels(plan_session("model.onnx", 256 << 20))
+    assert labels
+    assert set(labels) <= {"embeddings", "layer-0000", "layer-0001", "layer-0002"}
