@@ -177,9 +177,7 @@ def _rename_to_free_name(old: str, new: str) -> None:
     try:
         # A rename replaces what is there, a link does not: nothing slips in between a check and the rename.
         os.link(old, new)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
+    except OSError:  # also that of a file system without hard links
         if os.path.lexists(new):
             raise FileExistsError(f"'{new}' exists") from None
         os.rename(old, new)

@@ -141,6 +141,20 @@ def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypa
     assert (tmp_path / "c.onnx").read_bytes() == b"somebody was faster"
 
 
+def test_an_interrupt_just_when_the_model_has_got_its_name_leaves_its_data(tmp_path, monkeypatch):
+    link = os.link
+
+    def link_and_interrupt(old, new):
+        link(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", link_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert_model(save(simple(), tmp_path / "m.onnx"), tmp_path / "c.onnx")
+    assert same_bits(run_delayed(tmp_path / "c.onnx", X), [X["x"] + weights(N)])
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
+
+
 def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
     def no_links(old, new):
         raise OSError(errno.EPERM, "Operation not permitted")
