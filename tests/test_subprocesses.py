@@ -1,7 +1,6 @@
 """The helper that the tests of crashes rely on: it must notice a crash, a hang and a failed assertion."""
 
 import pytest
-
 from subprocesses import run_snippet
 
 
