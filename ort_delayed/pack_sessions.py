@@ -100,7 +100,7 @@ def value_types(model: onnx.ModelProto, directory: str, wanted: Collection[int])
 
 
 def _drop_duplicates(model: onnx.ModelProto) -> None:
-    """ONNX Runtime 1.23 writes a body's initializers twice: first with the source's external data, then with its own."""
+    """ONNX Runtime 1.23 writes a body's initializers twice: with the source's external data, then with its own."""
     for graph in iter_graphs(model.graph):
         last = {tensor.name: index for index, tensor in enumerate(graph.initializer)}
         for index in reversed([i for i, t in enumerate(graph.initializer) if last[t.name] != i]):

@@ -8,6 +8,7 @@ suits the processor.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,9 +69,20 @@ def accept_packed(model: onnx.ModelProto, directory: str) -> bool | None:
             f"the packed model in '{directory}' runs as if it were unpacked: {'; '.join(found.differences)}. "
             "Pack it again here (ort_delayed.pack_model) to have its weights packed",
             PackedModelWarning,
-            stacklevel=5,
+            stacklevel=_level_of_caller(),
         )
     return manifest.prepack and not found.differences
+
+
+def _level_of_caller() -> int:
+    """The stack level, for :func:`warnings.warn`, of the first frame outside this package: who made the session."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "ort_delayed",
+        "contextlib",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @contextmanager
