@@ -26,6 +26,10 @@ if TYPE_CHECKING or os.path.splitext(os.path.basename(sys.argv[0]))[0] != "ort-d
     from ort_delayed.memory_plan import MemoryPlan
     from ort_delayed.memory_report import MemoryReport
     from ort_delayed.ops.errors import DelayedInitializerError
+    from ort_delayed.pack_manifest import PackCheck, PackManifestError, verify_packed_model
+    from ort_delayed.pack_report import PackReport
+    from ort_delayed.packed_source import PackedModelError, PackedModelWarning
+    from ort_delayed.packing import pack_model
     from ort_delayed.restoring import restore_model
     from ort_delayed.session import InferenceSession, prepare_model
 
@@ -40,6 +44,11 @@ __all__ = [
     "MemoryPlan",
     "MemoryReport",
     "ModelNotSuitedError",
+    "PackCheck",
+    "PackManifestError",
+    "PackReport",
+    "PackedModelError",
+    "PackedModelWarning",
     "RamBudget",
     "RamBudgetExceeded",
     "RamProbeUnavailable",
@@ -47,8 +56,10 @@ __all__ = [
     "StreamingWeightLoader",
     "convert_model",
     "get_library_path",
+    "pack_model",
     "prepare_model",
     "register_custom_ops",
     "restore_model",
     "stream_install",
+    "verify_packed_model",
 ]
