@@ -53,19 +53,23 @@ def test_an_interrupt_during_an_interrupt(tmp_path: Path) -> None:
 slow_reads(0.01)
 session = chain(directory)
 check(session)
+def interrupt_eight_times():
+    time.sleep(0.03)
+    for _ in range(8):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.002)
+
 for _ in range(10):
-    killers = [threading.Timer(0.01 + 0.002 * n, os.kill, (os.getpid(), signal.SIGINT)) for n in range(8)]
+    killer = threading.Thread(target=interrupt_eight_times)
+    killer.start()
     ended = False
     try:
-        for killer in killers:
-            killer.start()
         session.run(None, {"x": X})
     except KeyboardInterrupt:
         ended = True
     for _ in range(9):  # each of the eight may interrupt this waiting
         try:
-            for killer in killers:
-                killer.join()
+            killer.join()
             time.sleep(0.01)
         except KeyboardInterrupt:
             pass
