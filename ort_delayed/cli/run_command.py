@@ -14,9 +14,9 @@ from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.sizes import add_ram_argument, counted, size_text
 
 if TYPE_CHECKING:
-    from ort_delayed.memory_report import MemoryReport
     from ort_delayed.cli.measuring import MeasuredRun
     from ort_delayed.cli.timeline import MemoryTimeline
+    from ort_delayed.memory_report import MemoryReport
 
 __all__ = ["add_parser", "kept_to", "rows_table"]
 
