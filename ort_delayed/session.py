@@ -203,7 +203,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             error = self._typed_error(str(failed))
             if error is None:
                 raise
-            # Its cause is what the operating system said; onnxruntime's exception stays its context.
+            # Its cause is what the operating system said; onnxruntime's exception stays its context, without the
+            # frames of our thread, which would keep session and feeds alive as long as the error.
+            failed.__traceback__ = None
             raise error  # noqa: B904
         finally:
             self._binding.trim()
