@@ -139,6 +139,13 @@ def test_the_first_side_in_a_path_is_its_side() -> None:
     ]
 
 
+def test_a_path_that_only_looks_shortened_is_another_stack() -> None:
+    assert groups_of("decoder.bert.encoder.layer.0.w", "encoder.layer.0.w") == [
+        "encoder-layer-0000",
+        "decoder-layer-0000",
+    ]
+
+
 def test_other_stacks_are_told_apart_by_their_path() -> None:
     assert groups_of("text_model.encoder.layers.0.w", "vision_model.encoder.layers.0.w", "h.0.w") == [
         "text_model.encoder-layer-0000",

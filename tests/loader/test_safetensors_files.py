@@ -165,6 +165,19 @@ def test_an_older_library_without_backends_does(tmp_path: Path, monkeypatch: pyt
     assert [t.name for t in read_shard(str(path)).tensors] == ["a"]
 
 
+def test_headers_are_read_and_not_mapped_where_the_library_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def recording(*args: object, backend: object, **kwargs: object) -> object:
+        asked.append(backend)
+        return safe_open(*args, **kwargs)
+
+    path = save_safetensors(tmp_path / "m.safetensors", {"a": bits("int8", (3,))})
+    monkeypatch.setattr(safetensors_files, "safe_open", recording)
+    read_shard(str(path))
+    assert asked == ["pread"]
+
+
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_safetensors(tmp_path / "m.safetensors", {"a": bits("int8", (3,))})
 
