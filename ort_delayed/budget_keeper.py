@@ -6,7 +6,6 @@ said in :mod:`ort_delayed.memory_use`.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ import onnxruntime
 
 from ort_delayed.budgeted_source import BudgetedSource, ModelNotSuitedError, prepare_budgeted
 from ort_delayed.construction_options import building_in_place
+from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
 from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
@@ -93,7 +93,7 @@ class BudgetKeeper:
         self._mappings: set[platform.FileMapping] = set()
         self._by_page = platform.PageByPage()
         self._unpaged: dict[str, tuple[Piece, ...]] = {}
-        self._is_building = False
+        self._relief: ConstructionRelief | None = None
         self._building_lock = threading.Lock()
         self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
         self._watcher = Watcher(_weak(self, BudgetKeeper.look, _LONGEST_SLEEP))
@@ -161,10 +161,13 @@ class BudgetKeeper:
         # Mappings are told apart by what is new, so two constructions must not overlap.
         optimized = nullcontext() if self._source.packed is None else optimized_already(options)
         in_place = building_in_place(
-            options, prepacking=bool(self._source.packed), are_private=self._options_are_private
+            options,
+            prepacking=bool(self._source.packed),
+            at_most_extended=bool(self._source.disabled_optimizers),
+            are_private=self._options_are_private,
         )
         self._is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
-        with _one_construction, optimized, in_place:
+        with _one_construction, in_place, optimized:
             before = set(platform.file_mappings(self._files.paths))
 
             def cancel() -> None:
@@ -173,7 +176,16 @@ class BudgetKeeper:
             run = _Run(self._construction, cancel)
             with self._lock:
                 self._runs[id(run)] = run
-            self._is_building = True
+            self._relief = ConstructionRelief(
+                self._source.tensors,
+                self._source.packed_ranges,
+                self._files,
+                budget_bytes=self.budget.max_bytes,
+                mark_bytes=self._mark,
+                used_bytes=self._use.now,
+                by_page=self._by_page,
+            )
+            self._mark = self._relief.mark_bytes
             self._watcher.start()
             try:
                 yield
@@ -184,7 +196,7 @@ class BudgetKeeper:
             finally:
                 self._watcher.stop()
                 with self._building_lock:  # from here on ONNX Runtime may unmap what it likes
-                    self._is_building = False
+                    self._relief = None
                 with self._lock:
                     self._runs.pop(id(run), None)
                 if run.failure is not None:
@@ -387,34 +399,14 @@ class BudgetKeeper:
             used = self._use.now()
             if used > self._mark:
                 with self._building_lock:
-                    self._relieve_construction()
+                    if self._relief is not None:
+                        self._relief.relieve()
                 used = self._use.now()
         if used > self.budget.max_bytes:
             self._fail(used)
         distance = self._mark - used
         rate = _TOUCHED_PER_CORE * (os.cpu_count() or 1)
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
-
-    def _relieve_construction(self) -> None:
-        """Give up what ONNX Runtime has mapped, while it builds the session.
-
-        It unmaps raw weights as it packs or folds them, and what it allocates next may come to stand at their
-        addresses. To give up pages there with MADV_DONTNEED would wipe that. Packed ranges stay mapped.
-        """
-        if not self._is_building or self._files is None or self._source is None:
-            return
-        names = self._source.packed_ranges
-        packed = {(t.path, *_pages(t.offset, t.nbytes)) for t in self._source.tensors if t.name in names}
-        others = []
-        for mapping in platform.file_mappings(self._files.paths):
-            if (mapping.path, *_pages(mapping.offset, mapping.nbytes)) in packed:
-                platform.give_up_pages(mapping.address, mapping.nbytes)
-            else:
-                others.append(mapping)
-        for mapping in others:
-            if self._use.now() <= self._mark:
-                break
-            platform.reclaim_pages(mapping.address, mapping.nbytes)
 
     def _fail(self, used: int) -> None:
         what = "constructing the session" if self._pager is None else "running the model"
@@ -471,11 +463,6 @@ class BudgetKeeper:
         self._use.end(self._construction)
         self._release_model()
         self._by_page.close()
-
-
-def _pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """The first page of a range of a file, and the first behind it. (The kernel joins mappings that touch.)"""
-    return offset // mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE)
 
 
 def _weak(keeper: BudgetKeeper, method: Callable[[BudgetKeeper], _T], otherwise: _T) -> Callable[[], _T]:

@@ -33,8 +33,8 @@ _LEAST_PACED_BYTES = 16 << 20
 # ONNX Runtime gets what is inline as bytes, parses them, and makes tensors of them.
 _COPIES_OF_INLINE = 4
 # ConstantFolding computes what hangs on weights alone (a Transpose, a Cast) once, and keeps the result in memory
-# instead of the mapped weight; the others write changed weights.
-_REPLACING_OPTIMIZERS = ("ConstantFolding", "MatmulTransposeFusion", "TransposeOptimizer", "NchwcTransformer")
+# instead of the mapped weight; the others write changed weights. (What goes beyond ORT_ENABLE_EXTENDED does too.)
+_REPLACING_OPTIMIZERS = ("ConstantFolding", "MatmulTransposeFusion", "TransposeOptimizer")
 _NCHWC_READERS = {"Conv", "ConvTranspose"}
 
 

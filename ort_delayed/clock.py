@@ -110,6 +110,9 @@ def install_clock(
 ) -> None:
     """Let delayed nodes call a function right before weights are used.
 
+    The nodes are put in the order in which what hangs on weights alone (a Transpose, a DequantizeLinear) runs right
+    before its use as well, whether there are ticks or not.
+
     Args:
         model: a prepared model, changed in place.
         ticks: initializers of the main graph, and what is called, on the thread of the run, before each is used. Those
@@ -118,12 +121,10 @@ def install_clock(
         binding: gets the payloads.
         external_directory: what locations of external data are relative to.
     """
-    if not ticks:
-        return
     graph, names = model.graph, NamePool(model)
     small = possible_ticks(graph)
-    opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
-    if not any(o.domain == DOMAIN for o in model.opset_import):
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 17)
+    if ticks and not any(o.domain == DOMAIN for o in model.opset_import):
         model.opset_import.add(domain=DOMAIN, version=OP_VERSION)
     nodes: list[onnx.NodeProto] = []
     for tensor in (t for t in graph.initializer if t.name in ticks):

@@ -18,7 +18,9 @@ _PREPACKING_ENTRY = "session.disable_prepacking"
 
 
 @contextmanager
-def building_in_place(options: onnxruntime.SessionOptions, *, prepacking: bool, are_private: bool) -> Iterator[None]:
+def building_in_place(
+    options: onnxruntime.SessionOptions, *, prepacking: bool, at_most_extended: bool, are_private: bool
+) -> Iterator[None]:
     """While a session is built: weights are used where they are mapped, and activations are allocated one by one.
 
     With a memory pattern a second run takes one planned block for its activations, beside those that the first run
@@ -27,9 +29,15 @@ def building_in_place(options: onnxruntime.SessionOptions, *, prepacking: bool, 
     Args:
         options: a lock on them is held.
         prepacking: whether kernels may take weights packed (a packed model's stand in its file).
+        at_most_extended: whether optimizations beyond ORT_ENABLE_EXTENDED are left out. Those cast float16 weights to
+            float32, and change the layout of convolutions' weights, once and for all, in memory.
         are_private: whether nobody else uses the options.
     """
     pattern, options.enable_mem_pattern = options.enable_mem_pattern, False
+    level, levels = options.graph_optimization_level, onnxruntime.GraphOptimizationLevel
+    modest = (levels.ORT_DISABLE_ALL, levels.ORT_ENABLE_BASIC, levels.ORT_ENABLE_EXTENDED)
+    if at_most_extended and level not in modest:
+        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
     previous = "0"  # the default; an entry that was not there stays with it
     with contextlib.suppress(RuntimeError):
         previous = options.get_session_config_entry(_PREPACKING_ENTRY)
@@ -40,5 +48,6 @@ def building_in_place(options: onnxruntime.SessionOptions, *, prepacking: bool, 
         yield
     finally:
         options.enable_mem_pattern = pattern
+        options.graph_optimization_level = level
         if previous != wanted and not are_private:
             options.add_session_config_entry(_PREPACKING_ENTRY, previous)

@@ -302,6 +302,34 @@ def test_optimizers_that_would_copy_weights_are_left_out(chain: str, tmp_path: P
     assert plan.session_bytes < 8 * MIB
 
 
+def test_dequantized_weights_are_made_one_at_a_time(tmp_path: Path) -> None:
+    from ort_delayed.loader.external_data import set_external_data
+
+    weights = np.random.default_rng(0).integers(-9, 9, (16, SIDE, SIDE)).astype(np.int8)
+    weights.tofile(tmp_path / "w.bin")
+    nodes, initializers, current = [], [onnx.numpy_helper.from_array(np.float32(0.01), "scale")], "x"
+    for i in range(16):
+        tensor = onnx.TensorProto(name=f"w{i}", data_type=onnx.TensorProto.INT8, dims=[SIDE, SIDE])
+        set_external_data(tensor, "w.bin", i * SIDE * SIDE, SIDE * SIDE)
+        initializers.append(tensor)
+        nodes.append(onnx.helper.make_node("DequantizeLinear", [f"w{i}", "scale"], [f"d{i}"]))
+        nodes.append(onnx.helper.make_node("MatMul", [current, f"d{i}"], [f"y{i}" if i < 15 else "y"]))
+        current = f"y{i}"
+    ends = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, SIDE]) for n in "xy"]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], initializers)
+    made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    model = tmp_path / "quantized.onnx"
+    model.write_bytes(made.SerializeToString())
+    # As float32 all of them take 64 MiB.
+    session = session_of(str(model), 36 * MIB)
+    feeds = {"x": np.random.default_rng(1).standard_normal((1, SIDE)).astype(np.float32)}
+    expected = onnxruntime.InferenceSession(str(model)).run(None, feeds)[0]
+    np.testing.assert_allclose(session.run(None, feeds)[0], expected, rtol=1e-3, atol=1e-3)
+    plan = session.memory_plan
+    assert plan is not None
+    assert plan.mapped_bytes == 16 * MIB
+
+
 # --- What cannot be kept ----------------------------------------------------------------------------------------------
 
 
