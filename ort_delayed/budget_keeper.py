@@ -301,7 +301,9 @@ class BudgetKeeper:
             for piece in self._unpaged.pop(name, ()):
                 self._by_page.add(piece.address, piece.nbytes)
         limit = plan.budget_bytes - plan.headroom_bytes
-        self._mark = limit + plan.headroom_bytes // 4
+        # Where every group fits, a tick may fill memory up to the limit without waking the watcher.
+        streams = any(group.nbytes > plan.room_bytes for group in plan.groups)
+        self._mark = limit if streams else limit + plan.headroom_bytes // 4
         self._pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
 
     @staticmethod

@@ -71,7 +71,8 @@ class MemoryPlan:
         mapped_bytes: all mapped weights.
         headroom_bytes: held back, because a watching thread can be late.
         groups: what is used when.
-        by_page: weights of which a touch should map single pages: those read by rows, and those that do not fit.
+        by_page: weights of which a touch should map single pages: those read by rows, and those of groups that do
+            not fit, so that memory grows slowly enough for the watcher.
         weights: the mapped weights, in order of first use.
         stays_bytes: mapped bytes that stay resident from run to run.
         refetched_bytes_per_run: mapped bytes that a run gives up and touches again.
@@ -188,20 +189,18 @@ def make_plan(
     whole = sum(read_whole.values())
     free = max(budget_bytes - session_bytes - activations_bytes, 0)
     headroom = min(_PACED_HEADROOM_BYTES, free // 4)
-    too_large = {name for name, nbytes in read_whole.items() if nbytes > free - headroom}
     if whole > free - headroom and max(sizes, default=0) > free - headroom:
         # A group streams between two ticks, and only the watcher sees how fast.
-        is_slow = can_map_by_page and all(
-            size <= free - headroom or not too_large.isdisjoint(names)
-            for (_, names), size in zip(groups, sizes, strict=True)
-        )
-        headroom = min(_BY_PAGE_HEADROOM_BYTES, free // 3) if is_slow else min(HEADROOM_BYTES, free // 2)
+        headroom = min(_BY_PAGE_HEADROOM_BYTES, free // 3) if can_map_by_page else min(HEADROOM_BYTES, free // 2)
     room = free - headroom
+    by_page = {name for name, w in weights.items() if w.by_rows}
     planned = []
     for (tick, names), size in zip(groups, sizes, strict=True):
         largest = max((read_whole.get(n, 0) for n in names), default=0)
         window = size if size <= room else min(largest + _WINDOW_SLACK_BYTES, room)
         planned.append(PlannedGroup(tick, names, size, window))
+        if size > room:
+            by_page.update(names)
     window = max((g.window_bytes for g in planned), default=0)
     stays = whole if whole <= room else max(room - window, 0)
     mapped = sum(w.nbytes for w in weights.values())
@@ -214,7 +213,7 @@ def make_plan(
         headroom_bytes=headroom,
         groups=tuple(planned),
         weights=tuple(weights.values()),
-        by_page=tuple(name for name, w in weights.items() if w.by_rows or w.nbytes > room),
+        by_page=tuple(name for name in weights if name in by_page),
         stays_bytes=stays,
         refetched_bytes_per_run=whole - stays,
         predicted_peak_bytes=fixed + min(mapped, room),
