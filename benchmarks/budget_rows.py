@@ -18,17 +18,19 @@ __all__ = ["measure_in_group", "measure_row", "measure_tick"]
 _GROUP = "ORT_DELAYED_MEMORY_GROUP"
 
 
-def measure_row(model: str, budget: int, size: int, runs: int) -> Result:
-    """Construct a session and run it on inputs of ``size`` rows or tokens; ``budget`` 0: plain, mapped in place.
+def measure_row(model: str, budget: int, size: int, runs: int, way: str = "mapped") -> Result:
+    """Construct a session and run it on inputs of ``size`` rows or tokens; ``budget`` 0: none, opened this ``way``.
+
+    ``"mapped"`` is plain with its weights mapped in place, ``"default"`` plain as it comes, ``"ours"`` ort_delayed.
 
     Memory is counted above a baseline taken after a throw-away session. ``digest`` is that of the outputs' bytes.
     """
-    throw_away = _open(_small_model(), budget and 1 << 28)
+    throw_away = _open(_small_model(), budget and 1 << 28, way)
     throw_away.run(None, {"x": np.ones((64, 64), np.float32)})
     del throw_away
     memory = PeakMemory()
     start = time.perf_counter()
-    session = _open(model, budget)
+    session = _open(model, budget, way)
     result: Result = {"construct": time.perf_counter() - start, "peak_constructing": memory.peak()}
     feeds = _feeds(session, size)
     result["seconds"] = median_seconds(lambda: session.run(None, feeds), runs=runs)
@@ -45,14 +47,14 @@ def measure_row(model: str, budget: int, size: int, runs: int) -> Result:
     return result
 
 
-def measure_in_group(model: str, budget: int, size: int, runs: int) -> Result:
+def measure_in_group(model: str, budget: int, size: int, runs: int, way: str = "mapped") -> Result:
     """Seconds a run, after the first, of a process that has joined the memory control group it is told of.
 
-    ``budget`` 0: plain, mapped in place.
+    ``budget`` 0: none, opened as :func:`measure_row` says.
     """
     with open(os.path.join(os.environ[_GROUP], "cgroup.procs"), "w") as processes:
         processes.write(str(os.getpid()))
-    session = _open(model, budget)
+    session = _open(model, budget, way)
     feeds = _feeds(session, size)
     result: Result = {"seconds": median_seconds(lambda: session.run(None, feeds), runs=runs, warm_up=1)}
     result["digest"] = _digest(session.run(None, feeds))
@@ -81,14 +83,15 @@ def measure_tick(model: str, budget: int, runs: int) -> Result:
     return {"seconds": float(np.median(ticks)) / 1e6, "ticks": len(ticks) / runs}
 
 
-def _open(model: str | bytes, budget: int) -> onnxruntime.InferenceSession:
-    if budget:
+def _open(model: str | bytes, budget: int, way: str) -> onnxruntime.InferenceSession:
+    if budget or way == "ours":
         # Here and not above: the rows of plain ONNX Runtime do without it.
         import ort_delayed
 
-        return ort_delayed.InferenceSession(model, ram_budget=budget)
+        return ort_delayed.InferenceSession(model, ram_budget=budget or None)
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    if way == "mapped":
+        options.add_session_config_entry("session.disable_prepacking", "1")
     return onnxruntime.InferenceSession(model, options)
 
 
