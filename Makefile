@@ -17,6 +17,11 @@ LOWEST_VENV ?= .venv-lowest
 PYTEST_ARGS ?=
 RUN = $(VENV)/bin/python
 
+# With what the command line uses when it is there; test-lowest runs without.
+extras_test = test,cli,plot
+extras_dev = dev,cli,plot
+extras_demo = demo
+
 # Two recipes that install into one environment must not overlap.
 .NOTPARALLEL:
 .PHONY: help demo test test-models test-lowest lint models bench clean
@@ -60,7 +65,7 @@ $(VENV)/.installed-base: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[$(extras_$*)]"
 	@touch $@
 
 $(LOWEST_VENV)/.installed: pyproject.toml .ci/lowest_requirements.py
