@@ -2,7 +2,8 @@
 
     python examples/serve_under_a_budget.py [MODEL.onnx BUDGET]
 
-The example's weights take 64 MiB: with its budget of 96 MiB all of them stay in memory. Linux only: elsewhere no session can be held to a budget.
+The example's weights take 64 MiB: with its budget of 96 MiB all of them stay in memory. Linux only: elsewhere no
+session can be held to a budget.
 """
 
 from __future__ import annotations
