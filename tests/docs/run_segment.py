@@ -1,4 +1,4 @@
-"""Runs one segment of a page in this fresh process: python run_segment.py PAGE NUMBER DIRECTORY."""
+"""Runs one segment of a page in this process, on the files of its set-up."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-# The root too: tests/ort_delayed would pass for the package, which has precedence wherever it stands.
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+from setups import SETUPS
+from snippets import segments
 
-from setups import SETUPS  # noqa: E402
-from snippets import segments  # noqa: E402
+__all__ = ["run_segment"]
 
-_COMMAND = "#!{python}\nimport sys\nsys.argv[0] = 'ort-delayed'\nfrom ort_delayed.cli import main\nsys.exit(main())\n"
+# `ort-delayed` as a command; what it does, it does in a fork of the warm process.
+_COMMAND = """#!{python} -IS
+import sys
+sys.path.insert(0, {here!r})
+from warm_request import ask
+sys.exit(ask({socket!r}, {{"command": sys.argv[1:]}}, (0, 1, 2)))
+"""
 
 
-def main(page: str, number: str, directory: str) -> None:
-    """Set up, then run block after block; the first that fails ends the process with its traceback."""
-    segment = segments(Path(page).read_text())[int(number)]
-    names = SETUPS[segment.setup](Path(directory)) | {"__name__": "__main__"}
-    os.chdir(directory)
-    # The command as pip would install it, whether or not this environment has it.
-    commands = Path(directory, ".commands")
+def run_segment(page: str, number: int, directory: Path, socket: str) -> None:
+    """Set up, then run block after block, each as a reader would type it; the first that fails raises."""
+    segment = segments(Path(page).read_text())[number]
+    names = SETUPS[segment.setup](directory) | {"__name__": "__main__"}
+    commands = directory / ".commands"
     commands.mkdir()
-    (commands / "ort-delayed").write_text(_COMMAND.format(python=sys.executable))
+    here = str(Path(__file__).resolve().parent)
+    (commands / "ort-delayed").write_text(_COMMAND.format(python=sys.executable, here=here, socket=socket))
     (commands / "ort-delayed").chmod(0o755)
     (commands / "python").symlink_to(sys.executable)
     os.environ["PATH"] = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    os.environ["PYTHONPATH"] = str(HERE.parents[1])
     for snippet in segment.snippets:
         print(f"--- line {snippet.line}", flush=True)
         if snippet.language == "sh":
@@ -37,7 +39,3 @@ def main(page: str, number: str, directory: str) -> None:
         else:
             # Blank lines in front, so that a traceback has the page's line numbers.
             exec(compile("\n" * snippet.line + snippet.text, page, "exec"), names)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

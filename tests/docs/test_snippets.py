@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +17,36 @@ sys.path.append(str(HERE))
 
 from setups import SETUPS  # noqa: E402
 from snippets import Segment, Snippet, segments  # noqa: E402
+from warm_request import ask  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models" / "README.md"]
 RUNS = [(page, number) for page in PAGES for number, _ in enumerate(segments(page.read_text()))]
 
 
+@pytest.fixture(scope="module")
+def warm_process(tmp_path_factory) -> Iterator[str]:
+    """The socket of a process that forks for each segment."""
+    # Below the system's own directory: the path of a socket is short.
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/socket"
+        command = [sys.executable, str(HERE / "warm_process.py"), path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                yield path
+            finally:
+                process.kill()
+
+
 @pytest.mark.parametrize(("page", "number"), RUNS, ids=lambda v: v.name if isinstance(v, Path) else str(v))
-def test_a_page_does_what_it_says(page, number, tmp_path):
-    command = [sys.executable, str(HERE / "run_segment.py"), str(page), str(number), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"{page.name}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+def test_a_page_does_what_it_says(page, number, warm_process, tmp_path):
+    work, shown = tmp_path / "work", tmp_path / "shown"
+    work.mkdir()
+    with open(os.devnull) as nothing, open(shown, "w") as output:
+        request = {"page": str(page), "number": number, "directory": str(work)}
+        status = ask(warm_process, request, (nothing.fileno(), output.fileno(), output.fileno()))
+    assert status == 0, f"{page.name}\n{shown.read_text()[-4000:]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
