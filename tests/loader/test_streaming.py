@@ -6,9 +6,11 @@ import dataclasses
 import gc
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -523,6 +525,15 @@ def test_discovery_has_to_fit_the_budget(tmp_path: Path) -> None:
         loader.stream(lambda group: None)
     assert loader.last_report is not None
     assert (loader.last_report.source_format, loader.last_report.groups_loaded) == ("undiscovered", 0)
+
+
+@pytest.mark.parametrize("budget", [PLENTY, RamBudget(1)])
+def test_no_thread_goes_on_sampling(tmp_path: Path, budget: RamBudget) -> None:
+    loader = StreamingWeightLoader(save(tmp_path, classifier_weights(), "index"), ram_budget=budget, rss_sampler=Rss())
+    for use in (lambda: loader.layer_groups, lambda: loader.stream(lambda group: None)):
+        with pytest.raises(RamBudgetExceeded) if budget is not PLENTY else nullcontext():
+            use()
+        assert not any(t.name == "ort-delayed-rss-poll" for t in threading.enumerate())
 
 
 @needs_kernel_mark
