@@ -125,7 +125,8 @@ def _prepared(
     skeleton: Skeleton | None,
 ) -> BudgetedSource:
     packed = accept_packed(model, directory)
-    made = prepare(model, binding, model_directory=directory, weights_dir=weights_dir)
+    model_file = None if skeleton is None else skeleton.path
+    made = prepare(model, binding, model_directory=directory, weights_dir=weights_dir, model_file=model_file)
     model, external_directory = made.model, made.external_directory
     tensors = {
         name: _on_disk(name, tensor, external_directory)

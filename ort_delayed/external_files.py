@@ -34,23 +34,29 @@ def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
                 yield attribute.t
 
 
-def repoint_external_data(model: onnx.ModelProto, model_directory: str) -> str | None:
+def repoint_external_data(model: onnx.ModelProto, model_directory: str, *, model_file: str | None = None) -> str | None:
     """Rewrite the locations of external data relative to the returned directory; None where there is no such data.
 
     Args:
         model: changed in place.
         model_directory: absolute directory that the locations are relative to now.
+        model_file: the model's own file, where tensors refer to the values in it. The caller has opened it already, so
+            it may be a link that leads anywhere.
 
     Raises:
         ExternalDataError: a location leads, links resolved, out of the model's directory (for a snapshot of a hub
             cache: and of its repository's blobs), which ONNX Runtime does not allow either.
     """
     inside = confining_directories(model_directory)
+    own = None if model_file is None else os.path.realpath(model_file)
     entries: list[tuple[onnx.StringStringEntryProto, str]] = []
     for tensor in external_tensors(model):
         for entry in tensor.external_data:
             if entry.key == "location":
-                entries.append((entry, real_location(tensor.name, entry.value, model_directory, inside)))
+                if own is not None and os.path.realpath(os.path.join(model_directory, entry.value)) == own:
+                    entries.append((entry, own))
+                else:
+                    entries.append((entry, real_location(tensor.name, entry.value, model_directory, inside)))
     if not entries:
         return None
     common = os.path.commonpath([inside[0], *(os.path.dirname(real) for _, real in entries)])

@@ -83,7 +83,12 @@ def has_delayed_nodes(model: onnx.ModelProto) -> bool:
 
 
 def prepare(
-    model: onnx.ModelProto, binding: Binding, *, model_directory: str, weights_dir: str | None = None
+    model: onnx.ModelProto,
+    binding: Binding,
+    *,
+    model_directory: str,
+    weights_dir: str | None = None,
+    model_file: str | None = None,
 ) -> PreparedModel:
     """Prepare a model that has delayed nodes.
 
@@ -92,6 +97,7 @@ def prepare(
         binding: gets the payloads.
         model_directory: absolute directory that relative filenames and external-data locations are relative to.
         weights_dir: where given, no payload outside this directory is opened.
+        model_file: the model's own file, where external data refers to the values in it.
 
     Raises:
         DelayedInitializerError: a delayed node is not what the specification allows, a ``cpu`` payload cannot be
@@ -112,7 +118,7 @@ def prepare(
     _prepare_graph(model.graph, frozenset(), context)
     if context.false is not None:
         model.graph.node.insert(0, _false_node(context.false, binding))
-    return PreparedModel(model, repoint_external_data(model, model_directory))
+    return PreparedModel(model, repoint_external_data(model, model_directory, model_file=model_file))
 
 
 def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

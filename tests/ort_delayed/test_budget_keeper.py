@@ -183,6 +183,15 @@ def test_inline_weights_stay_in_the_model_file(chain: str, tmp_path: Path) -> No
     assert plan.mapped_bytes == 64 * MIB
 
 
+def test_a_link_to_a_model_file_with_inline_weights(chain: str, tmp_path: Path) -> None:
+    for name in ("elsewhere", "here"):
+        (tmp_path / name).mkdir()
+    onnx.save(onnx.load(chain), tmp_path / "elsewhere" / "inline.onnx")
+    (tmp_path / "here" / "link.onnx").symlink_to(tmp_path / "elsewhere" / "inline.onnx")
+    session = session_of(str(tmp_path / "here" / "link.onnx"))
+    assert session.run(None, feed(chain))[0].tobytes() == plain(chain)
+
+
 def test_a_model_of_too_many_bytes_is_refused(chain: str) -> None:
     data = onnx.load(chain).SerializeToString()
     with pytest.raises(ModelNotSuitedError, match="Give it by its path"):
