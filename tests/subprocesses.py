@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PREAMBLE = f"""
 import faulthandler, sys
 faulthandler.enable()
-sys.path += [{str(_ROOT)!r}, {str(_ROOT / 'tests')!r}]
+sys.path += [{str(_ROOT)!r}, {str(_ROOT / "tests")!r}]
 """
 
 

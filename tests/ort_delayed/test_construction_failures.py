@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -241,14 +242,17 @@ def test_a_claim_to_a_terabyte_takes_no_memory(tmp_path: Path) -> None:
             construct(path).run(None, {})
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    write(tmp_path / "w.bin", np.ones(9, np.float32))
-    (tmp_path / "w.bin").chmod(0)
-    tmp_path.chmod(0o755)
-    path = save(tmp_path / "m.onnx", single_weight(load_device="cpu"))
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.getuid() and parent.stat().st_mode & 0o011 != 0o011:
-            parent.chmod(parent.stat().st_mode | 0o011)
+@pytest.fixture
+def public_directory() -> Iterator[Path]:
+    """A directory that every user may enter; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)
+        yield Path(made)
+
+
+def test_a_file_that_may_not_be_read(public_directory: Path) -> None:
+    write(public_directory / "w.bin", np.ones(9, np.float32)).chmod(0)
+    path = save(public_directory / "m.onnx", single_weight(load_device="cpu"))
     printed = run_snippet(
         """
         import os, sys, ort_delayed
