@@ -60,7 +60,7 @@ def print_table(table: Table) -> None:
 
     shown = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, heading in enumerate(table.headings):
-        overflow: Any = "fold" if i in table.flexible else "ignore"
+        overflow: Any = "fold" if i in table.flexible else "ellipsis"
         justify: Any = "right" if i in table.right else "left"
         shown.add_column(heading, justify=justify, overflow=overflow, no_wrap=i not in table.flexible)
     for row in table.rows:

@@ -34,12 +34,18 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         console = console_of(sys.stderr) if self._is_shown else None
         if console is not None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
 
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-            self._rich = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+            percent = TextColumn("{task.percentage:>3.0f} %")
+            # What does not fit into the line is cut off: a bar of two lines would flicker.
+            note = TextColumn(
+                "{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), percent, note)
+            self._rich = Progress(*columns, console=console, transient=True)
             self._rich.start()
-            self._task = self._rich.add_task(self._title, total=None)
+            self._task = self._rich.add_task(self._title, total=None, note="")
         return self
 
     def __exit__(
@@ -51,13 +57,15 @@ class ProgressBar:
             print("\r" + " " * self._shown + "\r", end="", file=sys.stderr, flush=True)
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Show that ``done`` of ``total`` bytes are done, and ``note`` behind the title."""
+        """Show that ``done`` of ``total`` bytes are done, and ``note`` instead of these amounts."""
         if self._rich is not None:
-            title = f"{self._title} {note}".rstrip()
-            self._rich.update(self._task, completed=done, total=total, description=title.replace("[", "\\["))
+            self._rich.update(self._task, completed=done, total=total, note=note or self._amounts(done, total))
         elif self._is_shown and (done == total or time.monotonic() - self._last > _BETWEEN_LINES_SECONDS):
             self._last = time.monotonic()
             percent = 100 * done // total if total else 100
-            text = f"{self._title} {percent:3d} %  {size_text(done)} of {size_text(total)}  {note}"[:79]
+            text = f"{self._title} {percent:3d} %  {note or self._amounts(done, total)}"[:79]
             print("\r" + text.ljust(self._shown), end="", file=sys.stderr, flush=True)
             self._shown = max(self._shown, len(text))
+
+    def _amounts(self, done: int, total: int) -> str:
+        return f"{size_text(done)} of {size_text(total)}"

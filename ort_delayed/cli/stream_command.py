@@ -49,13 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.source, ram_budget=arguments.ram, layers_per_group=arguments.layers_per_group
     )
     steps: list[LoadProgress] = []
+    loader.layer_groups  # noqa: B018  (discovery, which has a baseline of its own)
     budget, baseline = size_text(arguments.ram), current_rss_bytes() or 0  # for the live view; the report has its own
     with ProgressBar("streaming", is_shown=not arguments.json) as bar:
 
         def progress(step: LoadProgress) -> None:
             steps.append(step)
             now, peak = (size_text(max(n - baseline, 0)) for n in (step.current_rss_bytes, step.peak_rss_bytes))
-            bar.update(step.bytes_done, step.bytes_total, f"{step.group.name}, {now}, peak {peak} of {budget}")
+            bar.update(step.bytes_done, step.bytes_total, f"{step.group.name[:20]}  {now}, peak {peak} of {budget}")
 
         try:
             report = loader.stream(touch, progress=progress)
