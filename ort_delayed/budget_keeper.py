@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,18 +16,18 @@ from typing import Any, TypeVar
 
 import onnxruntime
 
-from ort_delayed.budgeted_source import BudgetedSource, ModelNotSuitedError, prepare_budgeted
+from ort_delayed.budgeted_source import prepare_budgeted
 from ort_delayed.construction_options import building_in_place
 from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
-from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
-from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
-from ort_delayed.memory_plan import MemoryPlan, make_plan
+from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
+from ort_delayed.memory_plan import MemoryPlan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.packed_source import optimized_already
-from ort_delayed.pager import PagedGroup, PagedPiece, Pager, PagerCounts
+from ort_delayed.paged_weights import PagedWeights
+from ort_delayed.pager import PagerCounts
 from ort_delayed.watcher import Watcher
 
 __all__ = ["BudgetKeeper"]
@@ -39,8 +38,6 @@ _SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
 _TOUCHED_PER_CORE = 15 << 30
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
-# Reading what is available takes some 0.2 ms.
-_SECONDS_BETWEEN_LOOKS_AT_THE_SYSTEM = 2.0
 _one_construction = threading.Lock()
 _T = TypeVar("_T")
 
@@ -75,24 +72,19 @@ class BudgetKeeper:
             raise RamProbeUnavailable(
                 "a RAM budget for a session needs a system on which the pages of mapped files can be given up (Linux)"
             )
-        self._pager: Pager | None = None
+        self._weights: PagedWeights | None = None
         self._use = MemoryUse(self.budget.max_bytes, _weak(self, BudgetKeeper._mapped_bytes, 0))
         self._construction = self._use.begin()
         self._report = MemoryReport(self.budget.max_bytes, self._use.baseline)
         self._wants_drop_page_cache = drop_page_cache
-        self._looked_at_system = 0.0
-        self._drops_page_cache = threading.Event()
         self._options_are_private = options_are_private
         self._is_parallel = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._runs: dict[int, _Run] = {}
-        self._source: BudgetedSource | None = None
-        self._files: MappedFiles | None = None
         self._plan: MemoryPlan | None = None
-        self._mappings: set[platform.FileMapping] = set()
-        self._by_page = platform.PageByPage()
-        self._unpaged: dict[str, tuple[Piece, ...]] = {}
+        self._is_built = False
+        self._earlier: frozenset[platform.FileMapping] = frozenset()
         self._relief: ConstructionRelief | None = None
         self._building_lock = threading.Lock()
         self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
@@ -123,14 +115,16 @@ class BudgetKeeper:
                 keeper._on_tick(group)
 
         prepared = prepare_budgeted(source, options, binding, self.budget, on_tick, weights_dir=weights_dir)
-        files = MappedFiles(dict.fromkeys(t.path for t in prepared.tensors))
-        try:
-            files.check_inside(prepared.tensors)
-        except BaseException:
-            files.close()
-            raise
-        self._release_model()
-        self._source, self._files = replace(prepared, model=b""), files
+        weights = PagedWeights(
+            replace(prepared, model=b""),
+            self.budget.max_bytes,
+            self._use.now,
+            drop_page_cache=self._wants_drop_page_cache,
+        )
+        if self._weights is not None:
+            self._is_built, self._earlier = False, self._weights.mappings
+            self._weights.close()
+        self._weights = weights
         return prepared.model, prepared.external_directory
 
     def session_arguments(self, providers: Sequence[object] | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +136,8 @@ class BudgetKeeper:
         names = [p[0] if isinstance(p, tuple) else p for p in providers or ()]
         if any(name != "CPUExecutionProvider" for name in names):
             raise ValueError(f"a session under a RAM budget runs on CPUExecutionProvider, asked for was {names}")
-        assert self._source is not None
-        disabled = [*arguments.get("disabled_optimizers", ()), *self._source.disabled_optimizers]
+        assert self._weights is not None
+        disabled = [*arguments.get("disabled_optimizers", ()), *self._weights.source.disabled_optimizers]
         # A second attempt, with other providers, would only print a banner.
         return {"enable_fallback": 0} | arguments | ({"disabled_optimizers": disabled} if disabled else {})
 
@@ -156,19 +150,19 @@ class BudgetKeeper:
             ModelNotSuitedError: ONNX Runtime put copies of mapped weights into memory.
             AmbiguousMappingsError: another session on the same file was constructed at the same time.
         """
-        assert self._source is not None
-        assert self._files is not None
+        assert self._weights is not None
+        source, files = self._weights.source, self._weights.files
         # Mappings are told apart by what is new, so two constructions must not overlap.
-        optimized = nullcontext() if self._source.packed is None else optimized_already(options)
+        optimized = nullcontext() if source.packed is None else optimized_already(options)
         in_place = building_in_place(
             options,
-            prepacking=bool(self._source.packed),
-            at_most_extended=bool(self._source.disabled_optimizers),
+            prepacking=bool(source.packed),
+            at_most_extended=bool(source.disabled_optimizers),
             are_private=self._options_are_private,
         )
         self._is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
         with _one_construction, in_place, optimized:
-            before = set(platform.file_mappings(self._files.paths))
+            before = frozenset(platform.file_mappings(files.paths))
 
             def cancel() -> None:
                 options.set_load_cancellation_flag(True)
@@ -177,13 +171,13 @@ class BudgetKeeper:
             with self._lock:
                 self._runs[id(run)] = run
             self._relief = ConstructionRelief(
-                self._source.tensors,
-                self._source.packed_ranges,
-                self._files,
+                source.tensors,
+                source.packed_ranges,
+                files,
                 budget_bytes=self.budget.max_bytes,
                 mark_bytes=self._mark,
                 used_bytes=self._use.now,
-                by_page=self._by_page,
+                by_page=self._weights.by_page,
             )
             self._mark = self._relief.mark_bytes
             self._watcher.start()
@@ -201,54 +195,28 @@ class BudgetKeeper:
                     self._runs.pop(id(run), None)
                 if run.failure is not None:
                     options.set_load_cancellation_flag(False)
-            self._adopt(self._source, self._files, before)
+            self._weights.adopt(before, self._earlier)
+            self._is_built = True
+            self._check_construction(self._weights)
 
-    def _adopt(self, source: BudgetedSource, files: MappedFiles, before: set[platform.FileMapping]) -> None:
-        """Find ONNX Runtime's mappings of the weights, make the plan, and check that the session fits."""
-        files.check_unchanged()
-        mappings = set(platform.file_mappings(files.paths))
-        check_own(source.tensors, mappings - before)
-        found = find_pieces(source.tensors, mappings - before)
-        # A session that is made again may get the addresses of the one before it.
-        found |= find_pieces([t for t in source.tensors if t.name not in found], mappings & self._mappings)
-        self._mappings = mappings - (before - self._mappings)
-        lost = [t for t in source.tensors if t.name in source.weights and t.name not in found]
-        lost_bytes = sum(t.nbytes for t in lost)
-        self._look_at_system(source)
-        pieces: list[PagedPiece] = []
-        numbers: dict[str, range] = {}
-        for name, own in found.items():
-            by_rows = name in source.weights and source.weights[name].by_rows
-            numbers[name] = range(len(pieces), len(pieces) + len(own))
-            pieces.extend(PagedPiece(p.nbytes, by_rows, self._giving_up(p, files)) for p in own)
-            self._unpaged[name] = own
-        groups = [
-            PagedGroup(tuple(n for name in names for n in numbers.get(name, ())), 0) for _, names in source.groups
-        ]
-        self._pager = Pager(pieces, groups, self._use.now, self.budget.max_bytes)
-        self._pager.give_up_all()
+    def _check_construction(self, weights: PagedWeights) -> None:
+        """Make the plan from what the session has taken, and refuse a session that does not fit."""
         session_bytes = max(self._use.now(), 0)
-        self._replan(session_bytes, 0)
+        self._replan(weights, session_bytes, 0)
         peak, how = self._construction.read()
         self._report = replace(
             self._report,
             construction_peak_bytes=peak,
             peak_bytes=max(peak, self._report.peak_bytes),
             peak_source=how,
+            drops_page_cache=weights.look_at_system(),
         )
-        if lost_bytes > self.budget.max_bytes // 4:
-            raise ModelNotSuitedError(
-                f"ONNX Runtime replaced {len(lost)} weights of {format_bytes(lost_bytes)} (such as '{lost[0].name}') "
-                "by others in memory while it optimized the model. Optimize the model once beforehand "
-                "(ort_delayed.pack_model), or use a lower graph_optimization_level"
-            )
         self._check_peak(peak, self._construction, "constructing the session")
-        assert self._plan is not None
-        if self._plan.least_budget_bytes > self.budget.max_bytes:
+        if self.plan.least_budget_bytes > self.budget.max_bytes:
             raise RamBudgetExceeded(
                 budget_bytes=self.budget.max_bytes,
                 observed_bytes=session_bytes,
-                requested_bytes=self._plan.least_budget_bytes - session_bytes,
+                requested_bytes=self.plan.least_budget_bytes - session_bytes,
                 operation="constructing the session",
             )
         self._use.end(self._construction)
@@ -258,53 +226,11 @@ class BudgetKeeper:
         if peak > self.budget.max_bytes + sum(measured.beside.values()):
             raise RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation=operation)
 
-    def _giving_up(self, piece: Piece, files: MappedFiles) -> Callable[[], None]:
-        drops_page_cache = self._drops_page_cache
-
-        def give_up() -> None:
-            platform.give_up_pages(piece.address, piece.nbytes)
-            if drops_page_cache.is_set():
-                files.drop_cached(piece)
-
-        return give_up
-
-    def _look_at_system(self, source: BudgetedSource) -> None:
-        """Decide whether memory is so short that pages must leave the page cache too to make room for others.
-
-        Where kept and streamed pages fit into what is available, the system keeps them cached, and giving up and
-        touching them costs next to nothing. Where they do not, it would push out the kept ones for the streamed ones.
-        """
-        self._looked_at_system = time.monotonic()
-        wanted = self._wants_drop_page_cache
-        if wanted is None:
-            available = platform.available_memory_bytes()
-            wanted = available is not None and available < sum(w.nbytes for w in source.weights.values())
-        if wanted:
-            self._drops_page_cache.set()
-        else:
-            self._drops_page_cache.clear()
-        self._report = replace(self._report, drops_page_cache=wanted)
-
-    def _replan(self, session_bytes: int, activations_bytes: int) -> None:
-        assert self._source is not None
-        assert self._pager is not None
-        plan = make_plan(
-            budget_bytes=self.budget.max_bytes,
-            session_bytes=session_bytes,
-            activations_bytes=activations_bytes,
-            groups=self._source.groups,
-            weights=self._source.weights,
-            can_map_by_page=self._by_page.works,
-        )
-        self._plan = plan
-        for name in plan.by_page:
-            for piece in self._unpaged.pop(name, ()):
-                self._by_page.add(piece.address, piece.nbytes)
-        limit = plan.budget_bytes - plan.headroom_bytes
+    def _replan(self, weights: PagedWeights, session_bytes: int, activations_bytes: int) -> None:
+        plan = self._plan = weights.replan(session_bytes, activations_bytes)
         # Where every group fits, a tick may fill memory up to the limit without waking the watcher.
         streams = any(group.nbytes > plan.room_bytes for group in plan.groups)
-        self._mark = limit if streams else limit + plan.headroom_bytes // 4
-        self._pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
+        self._mark = plan.budget_bytes - plan.headroom_bytes + (0 if streams else plan.headroom_bytes // 4)
 
     @staticmethod
     def configure_run(options: onnxruntime.RunOptions) -> None:
@@ -324,20 +250,20 @@ class BudgetKeeper:
             MappedFileChanged: before anything is touched.
             RamBudgetExceeded: the budget was exceeded; the run was ended, or its results are not handed out.
         """
-        assert self._files is not None
+        assert self._weights is not None
         if self._is_parallel and self._pid != os.getpid():
             raise RuntimeError(
                 "this session was constructed in ORT_PARALLEL mode before a fork: ONNX Runtime's threads are not in "
                 "this process, and a run would never end. Construct the session in this process, or sequentially"
             )
-        self._files.check_unchanged()
+        self._weights.files.check_unchanged()
         run = _Run(self._use.begin(), cancel)
         try:
-            counts = self._begin(run)
+            before = self._begin(run, self._weights)
             try:
                 yield
             finally:
-                peak = self._end(run, counts)
+                peak = self._end(run, self._weights, before)
         except Exception as error:
             if run.failure is not None:
                 raise run.failure from error
@@ -348,25 +274,21 @@ class BudgetKeeper:
             raise run.failure
         self._check_peak(peak, run.peak, "running the model")
 
-    def _begin(self, run: _Run) -> PagerCounts:
-        assert self._pager is not None
-        assert self._source is not None
-        if time.monotonic() - self._looked_at_system > _SECONDS_BETWEEN_LOOKS_AT_THE_SYSTEM:
-            self._look_at_system(self._source)
+    def _begin(self, run: _Run, weights: PagedWeights) -> PagerCounts:
+        drops = weights.look_at_system()
         with self._lock:
+            self._report = replace(self._report, drops_page_cache=drops)
             self._runs[id(run)] = run
-        self._pager.begin()
+        weights.pager.begin()
         self._watcher.start()
-        return replace(self._pager.counts)
+        return replace(weights.pager.counts)
 
-    def _end(self, run: _Run, before: PagerCounts) -> int:
-        assert self._pager is not None
-        assert self._plan is not None
+    def _end(self, run: _Run, weights: PagedWeights, before: PagerCounts) -> int:
         self._watcher.stop()
         peak, how = run.peak.read()
         with self._lock:
             self._runs.pop(id(run), None)
-            now = self._pager.counts
+            now, plan = weights.pager.counts, self.plan
             last = RunMemory(
                 peak,
                 now.dropped_bytes - before.dropped_bytes,
@@ -381,22 +303,22 @@ class BudgetKeeper:
                 runs=self._report.runs + 1,
                 last_run=last,
             )
-            activations = self._pager.most_other_bytes - self._plan.session_bytes
-            if activations > self._plan.activations_bytes + _WORTH_A_NEW_PLAN:
-                self._replan(self._plan.session_bytes, activations)
+            activations = weights.pager.most_other_bytes - plan.session_bytes
+            if activations > plan.activations_bytes + _WORTH_A_NEW_PLAN:
+                self._replan(weights, plan.session_bytes, activations)
         return peak
 
     def _on_tick(self, group: int) -> None:
-        assert self._pager is not None
+        assert self._weights is not None
         for run in list(self._runs.values()):
             if run.failure is not None:
                 raise run.failure
-        self._pager.tick(group)
+        self._weights.pager.tick(group)
 
     def look(self) -> float:
         """For the watcher: make room where little is left; returns the seconds until the next look."""
-        if self._pager is not None:
-            used = self._pager.relieve(self._mark)
+        if self._is_built and self._weights is not None:
+            used = self._weights.pager.relieve(self._mark)
         else:
             used = self._use.now()
             if used > self._mark:
@@ -411,7 +333,7 @@ class BudgetKeeper:
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
 
     def _fail(self, used: int) -> None:
-        what = "constructing the session" if self._pager is None else "running the model"
+        what = "running the model" if self._is_built else "constructing the session"
         with self._lock:
             for run in self._runs.values():
                 if run.failure is None:
@@ -423,8 +345,8 @@ class BudgetKeeper:
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
     def _mapped_bytes(self) -> int:
-        pager = self._pager
-        return 0 if pager is None else pager.resident_bytes
+        weights = self._weights
+        return 0 if weights is None else weights.resident_bytes
 
     @property
     def plan(self) -> MemoryPlan:
@@ -436,7 +358,8 @@ class BudgetKeeper:
     @property
     def position(self) -> int | None:
         """The group of the plan that a run has come to, None while none is under way."""
-        return self._pager.group if self._pager is not None and self._runs else None
+        is_running = self._is_built and self._weights is not None and self._runs
+        return self._weights.pager.group if is_running and self._weights is not None else None
 
     @property
     def report(self) -> MemoryReport:
@@ -447,24 +370,15 @@ class BudgetKeeper:
         """In a forked child: nothing of the parent's runs is under way, and its locks may be held for ever."""
         self._lock, self._building_lock = threading.RLock(), threading.Lock()
         self._runs.clear()
-        if self._pager is not None:
-            self._pager.after_fork()
-
-    def _release_model(self) -> None:
-        self._unpaged.clear()
-        pager, self._pager = self._pager, None
-        files, self._files = self._files, None
-        if pager is not None:
-            pager.close()
-        if files is not None:
-            files.close()
+        if self._weights is not None:
+            self._weights.after_fork()
 
     def close(self) -> None:
         """End the thread, and give up nothing any more. Safe to call twice."""
         self._watcher.close()
         self._use.end(self._construction)
-        self._release_model()
-        self._by_page.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 def _weak(keeper: BudgetKeeper, method: Callable[[BudgetKeeper], _T], otherwise: _T) -> Callable[[], _T]:
