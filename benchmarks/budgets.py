@@ -159,6 +159,9 @@ def minilm(bench: Bench) -> None:
 
 def group(bench: Bench) -> None:
     """(a) in a memory control group, cold."""
+    if bench.small:
+        print("group: skipped, a group of a small model's size would not hold the process\n")
+        return
     model = bench.chain()
     total = weights_bytes(model)
     # What the process itself takes: Python, ONNX Runtime, and pages that are read ahead.
