@@ -86,8 +86,9 @@ def _takes_any_value(node: onnx.NodeProto, place: int, producers: Mapping[str, s
         return True
     if node.op_type not in _ELEMENTWISE or node.domain not in ("", "ai.onnx"):
         return False
-    others = [name for other, name in enumerate(node.input) if other != place]
-    return not any(producers.get(name, "") in _FOLD_CONSTANTS for name in others)
+    others = {producers.get(name, "") for other, name in enumerate(node.input) if other != place}
+    # Whether a bias behind a MatMul comes before or after the MatMul's weight depends on whether both become a Gemm.
+    return others.isdisjoint(_FOLD_CONSTANTS) and not (node.op_type == "Add" and "MatMul" in others)
 
 
 @dataclass(frozen=True, slots=True)

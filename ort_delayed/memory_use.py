@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from ort_delayed.loader.budget import RamProbeUnavailable
+from ort_delayed.loader.platform import release_free_memory
 from ort_delayed.loader.probe import PeakSource
 from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 
@@ -59,6 +60,8 @@ class MemoryUse:
     def __init__(self, budget_bytes: int, mapped_bytes: Callable[[], int]) -> None:
         self._mapped_bytes = mapped_bytes
         self._budget = budget_bytes
+        # What the C library keeps of memory that was freed would hide as much of what the session takes.
+        release_free_memory()
         self._start = self._idle = _resident_bytes()
         self._gained = 0
         self._elsewhere = _mapped_elsewhere(self)

@@ -29,6 +29,22 @@ def small_chain(directory: Path, *, biases: bool = True) -> str:
     return str(chain(COUNT, SIDE, biases=biases, directory=directory))
 
 
+def small_dense_stack(directory: Path) -> str:
+    """The chain with each bias behind its MatMul: dense layers, which ONNX Runtime fuses to Gemm."""
+    made = onnx.load(small_chain(directory), load_external_data=False)
+    for add, product, tanh in zip(made.graph.node[::3], made.graph.node[1::3], made.graph.node[2::3], strict=True):
+        assert [add.op_type, product.op_type, tanh.op_type] == ["Add", "MatMul", "Tanh"]
+        add.input[0], product.input[0] = product.output[0], add.input[0]
+        tanh.input[0] = add.output[0]
+        add_first = onnx.NodeProto()
+        add_first.CopyFrom(add)
+        add.CopyFrom(product)
+        product.CopyFrom(add_first)
+    path = str(directory / "dense.onnx")
+    onnx.save(made, path)
+    return path
+
+
 def small_decoder(directory: Path) -> str:
     """48 MiB, 16 of them an embedding and 16 an output projection."""
     return str(decoder(DecoderSize(4, 512, 8, 1024, 8192, 64), directory=directory))

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from budget_models import MIB, SIDE, feed, plain, small_chain, small_decoder
+from budget_models import MIB, SIDE, feed, plain, small_chain, small_decoder, small_dense_stack
 from subprocesses import run_snippet
 
 import ort_delayed
@@ -38,6 +38,11 @@ def chain(models: Path) -> str:
 @pytest.fixture(scope="module")
 def bare(models: Path) -> str:
     return small_chain(models, biases=False)
+
+
+@pytest.fixture(scope="module")
+def dense(models: Path) -> str:
+    return small_dense_stack(models)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,7 @@ with open(sys.argv[4], "wb") as file:
 
 
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("kind", ["chain", "bare", "decoder"])
+@pytest.mark.parametrize("kind", ["chain", "bare", "dense", "decoder"])
 def test_the_bound_holds_and_the_bytes_are_the_same(
     kind: str, rows: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

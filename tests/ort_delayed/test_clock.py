@@ -29,7 +29,8 @@ def stack(layers: int = 4) -> onnx.ModelProto:
         weights += [weight(f"bias{i}", WIDTH), weight(f"weight{i}", WIDTH, WIDTH)]
         nodes.append(node("Add", [current, f"bias{i}"], [f"sum{i}"], name=f"add{i}"))
         nodes.append(node("MatMul", [f"sum{i}", f"weight{i}"], [f"product{i}"], name=f"matmul{i}"))
-        current = f"product{i}" if i < layers - 1 else current
+        nodes.append(node("Tanh", [f"product{i}"], [f"out{i}"], name=f"tanh{i}"))
+        current = f"out{i}"
     nodes[-1].output[0] = "y"
     return model(nodes, [value("x", [None, WIDTH])], [value("y", [None, WIDTH])], initializers=weights)
 
@@ -87,6 +88,8 @@ def graph_with(nodes: list[onnx.NodeProto], *weights: onnx.TensorProto, **settin
     [
         graph_with([node("Conv", ["x", "k", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("Conv", ["x", "k"], ["c"]), node("Add", ["c", "b"], ["y"])], weight("b", WIDTH)),
+        # Fused to a Gemm it would come before the MatMul's weight, else behind it: it says nothing about where a run is.
+        graph_with([node("MatMul", ["x", "w"], ["m"]), node("Add", ["m", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("DequantizeLinear", ["x", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("Reshape", ["x", "b"], ["y"])], weight("b", WIDTH, dtype=np.int64)),
         graph_with([node("Add", ["x", "b"], ["y"])], weight("b", 2)),
@@ -97,7 +100,17 @@ def graph_with(nodes: list[onnx.NodeProto], *weights: onnx.TensorProto, **settin
             weight("b", WIDTH),
         ),
     ],
-    ids=["conv bias", "fused bias", "scale", "shape", "too small", "matrix", "graph output", "captured by a body"],
+    ids=[
+        "conv bias",
+        "fused bias",
+        "bias of a product",
+        "scale",
+        "shape",
+        "too small",
+        "matrix",
+        "graph output",
+        "captured by a body",
+    ],
 )
 def test_what_optimizers_want_constant_does_not_tick(graph: onnx.GraphProto) -> None:
     assert possible_ticks(graph) == set()
