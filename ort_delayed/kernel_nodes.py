@@ -18,7 +18,16 @@ from ort_delayed.ops.attributes import DOMAIN
 from ort_delayed.ops.errors import Payload
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
 
-__all__ = ["GUARD_MARK", "guard_name", "guard_node", "kernel_node", "let_wait", "shape_constant", "unknown_condition"]
+__all__ = [
+    "GUARD_MARK",
+    "guard_name",
+    "guard_node",
+    "kernel_node",
+    "let_wait",
+    "shape_constant",
+    "unfused_shape",
+    "unknown_condition",
+]
 
 GUARD_MARK = "ort_delayed guard"
 """Begins the name of every Reshape guard; ONNX Runtime's message about a failed run has that name in it."""
@@ -80,6 +89,19 @@ def shape_constant(name: str, shape: Sequence[int]) -> onnx.NodeProto:
     constant.output.append(name)
     constant.attribute.append(helper.make_attribute("value", value))
     return constant
+
+
+def unfused_shape(guarded: str, once: str, output: str) -> onnx.NodeProto:
+    """The node between the guard of what may be a shape, and the nodes that take it.
+
+    ONNX Runtime's ReshapeFusion takes a Reshape, Squeeze or Unsqueeze behind another for a chain on the same data, also
+    where what the first yields is the *shape* of the second, and makes them one: a type error, or for int64 data wrong
+    numbers. A Tile by ``once``, which holds a 1, stands in no chain.
+    """
+    tile = onnx.NodeProto(op_type="Tile", name=output)
+    tile.input.extend([guarded, once])
+    tile.output.append(output)
+    return tile
 
 
 def unknown_condition(condition: str, false: str, output: str) -> onnx.NodeProto:

@@ -19,7 +19,15 @@ import onnx
 from ort_delayed.external_files import repoint_external_data
 from ort_delayed.graphs import NamePool, bodies, iter_nodes
 from ort_delayed.inlining import inline_delayed_functions
-from ort_delayed.kernel_nodes import guard_name, guard_node, kernel_node, let_wait, shape_constant, unknown_condition
+from ort_delayed.kernel_nodes import (
+    guard_name,
+    guard_node,
+    kernel_node,
+    let_wait,
+    shape_constant,
+    unfused_shape,
+    unknown_condition,
+)
 from ort_delayed.load_times import awaited_activations, size_node
 from ort_delayed.loader.element_types import ElementType, element_type_from_dtype, onnx_type_name
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, is_inside
@@ -251,9 +259,14 @@ def _replace(
             yield shape_constant(shapes[attributes.shape], attributes.shape)
         shape_name = shapes[attributes.shape]
     name = context.names.fresh(guard_name(payload))
-    guard = guard_node(raw, output, attributes.shape, shape_name, name=name, opset=context.standard_opset)
+    may_be_shape = attributes.element_type.name == "int64" and len(attributes.shape) == 1
+    guarded = context.names.fresh(f"{output}/guarded") if may_be_shape else output
     yield kernel
-    yield guard
+    yield guard_node(raw, guarded, attributes.shape, shape_name, name=name, opset=context.standard_opset)
+    if may_be_shape:
+        once = context.names.fresh(f"{output}/once")
+        yield shape_constant(once, (1,))
+        yield unfused_shape(guarded, once, output)
 
 
 def _check_declaration(value: onnx.ValueInfoProto, attributes: Attributes, where: str) -> None:
