@@ -98,7 +98,7 @@ def unfused_shape(guarded: str, once: str, output: str) -> onnx.NodeProto:
     where what the first yields is the *shape* of the second, and makes them one: a type error, or for int64 data wrong
     numbers. A Tile by ``once``, which holds a 1, stands in no chain.
     """
-    tile = onnx.NodeProto(op_type="Tile", name=output)
+    tile = onnx.NodeProto(op_type="Tile", name=guarded)
     tile.input.extend([guarded, once])
     tile.output.append(output)
     return tile
