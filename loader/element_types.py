@@ -9,7 +9,6 @@ onnxruntime-extensions can return from a Python op (its table of item sizes has 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,8 @@ import numpy as np
 
 __all__ = ["ELEMENT_TYPES", "ElementType", "element_type_from_dtype", "element_type_from_onnx"]
 __all__ += ["element_type_from_safetensors", "onnx_type_name"]
+
+_BEYOND_STORAGE = 2**128  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,17 @@ class ElementType:
     in_schema: bool = False
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes that a tensor of this type and ``shape`` (elements per axis) takes in raw storage."""
-        return (math.prod(shape) * self.bits + 7) // 8
+        """Bytes that a tensor of this type and ``shape`` (elements per axis) takes in raw storage.
+
+        For a shape that no storage holds, some number that is far beyond any file offset: the true product of a
+        hundred thousand large dims would take minutes, and could not even be printed.
+        """
+        elements = 0 if 0 in shape else 1
+        for dim in shape:
+            elements *= dim
+            if abs(elements) > _BEYOND_STORAGE:
+                break
+        return (elements * self.bits + 7) // 8
 
     def __str__(self) -> str:
         return self.name

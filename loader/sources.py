@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from ort_delayed.loader.errors import LocalWeightsNotFoundError, LocalWeightsRequired, ShardFormatError
 from ort_delayed.loader.files import FileIdentity, confining_directories
@@ -25,6 +27,7 @@ SourceFormat = Literal["safetensors", "onnx-external-data"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _STANDARD_INDEX = "model" + _INDEX_SUFFIX
+_SURELY_AXES = 8
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NUMBERED_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors")
 
@@ -136,7 +139,29 @@ def discover_weights(source: Path, *, probe: PeakRamProbe | None = None) -> Disc
         )
     if not found.tensors:
         raise ShardFormatError(f"there are no weights in '{selected}'{_constants_hint(found)}")
+    for tensor in found.tensors:
+        _check_shape(tensor)
     return found
+
+
+def _check_shape(tensor: TensorOnDisk) -> None:
+    """Refuse a shape that no array can have although its bytes are all there: too many axes, or absurd ones of which
+    one is zero. Both formats allow them.
+    """
+    dtype, shape = tensor.element_type.dtype, tensor.shape
+    if dtype is None or (len(shape) <= _SURELY_AXES and 0 not in shape):
+        return
+    try:
+        np.empty(0, dtype).reshape(shape) if 0 in shape else np.broadcast_to(np.zeros((), dtype), shape)
+    except ValueError as error:
+        raise ShardFormatError(
+            f"tensor '{tensor.name}' in '{tensor.path}' at offset {tensor.offset} has a shape of {len(shape)} axes, "
+            f"{_some(shape)}, that no array can have: {error}"
+        ) from error
+
+
+def _some(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape[:_SURELY_AXES]))}{', ...' if len(shape) > _SURELY_AXES else ''}]"
 
 
 def _constants_hint(found: DiscoveredWeights) -> str:

@@ -62,6 +62,7 @@ class NamePool:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._taken: set[str] = set()
+        self._numbers: dict[str, int] = {}  # the last number given to each name that was wanted
         for graph in iter_graphs(model.graph):
             self._take_graph(graph)
         for function in model.functions:
@@ -74,10 +75,11 @@ class NamePool:
 
     def fresh(self, wanted: str) -> str:
         """``wanted`` itself if it is free, else with the first free number behind it."""
-        name, number = wanted, 0
+        name, number = wanted, self._numbers.get(wanted, 0)
         while name in self._taken:
             number += 1
             name = f"{wanted}_{number}"
+        self._numbers[wanted] = number
         self._taken.add(name)
         return name
 

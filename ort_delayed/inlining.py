@@ -7,19 +7,24 @@ calls run first. Inlined beforehand, they can be put where each loads right befo
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx.inliner
+from google.protobuf.message import DecodeError, EncodeError
 
 from ort_delayed.graphs import bodies, iter_graphs, iter_nodes, read_names
 from ort_delayed.ops.attributes import is_delayed
+from ort_delayed.ops.errors import DelayedInitializerValueError
 from ort_delayed.ordering import order_nodes
 
 __all__ = ["inline_delayed_functions"]
 
 FunctionId = tuple[str, str]
+Overload = tuple[str, str, str]
 _DETACH_BYTES = 4096
+_MOST_NODES = 250_000
 
 
 def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -40,7 +45,7 @@ def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
         # The inliner is a C++ function that gets the model serialized: weights do not have to make that journey.
         mark = secrets.token_bytes(16)  # no value of the model can be taken for it
         payloads = _detach(model, mark)
-        inlined = onnx.inliner.inline_selected_functions(model, sorted(wanted))
+        inlined = _inlined(model, wanted)
         _attach(model, payloads, mark)
         _attach(inlined, payloads, mark)
         model = inlined
@@ -55,6 +60,58 @@ def _wanted(model: onnx.ModelProto) -> set[FunctionId]:
     called = {(n.domain, n.op_type) for n in _called_nodes(model)}
     given = {(n.domain, n.op_type) for n in _given_delayed_values(model.graph, set(), set())}
     return (wanted | (given & functions)) & called
+
+
+def _inlined(model: onnx.ModelProto, wanted: set[FunctionId]) -> onnx.ModelProto:
+    """The model with the wanted functions inlined.
+
+    Raises:
+        DelayedInitializerValueError: they call each other in a circle, too deeply or too often, or a call does not
+            fit its function.
+    """
+    _check_size(model, wanted)
+    try:
+        made: onnx.ModelProto = onnx.inliner.inline_selected_functions(model, sorted(wanted))
+    except (RuntimeError, ValueError, onnx.checker.ValidationError, DecodeError, EncodeError) as error:
+        named = ", ".join(f"'{domain}::{name}'" for domain, name in sorted(wanted)[:3])
+        more = f" and {len(wanted) - 3} more" if len(wanted) > 3 else ""
+        raise DelayedInitializerValueError(
+            f"the functions that deliver or take delayed weights ({named}{more}) cannot be inlined: {error}"
+        ) from error
+    return made
+
+
+def _check_size(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
+    """Refuse functions that grow beyond all bounds: each calling the next one twice, thirty of them make 2**30 nodes.
+
+    A circle of calls is left to the inliner, which refuses it.
+    """
+    bodies_of = {(f.domain, f.name, f.overload): f.node for f in model.functions if (f.domain, f.name) in wanted}
+    size: dict[Overload, int] = {}
+    calls: dict[Overload, Counter[Overload]] = {}
+    callers: dict[Overload, list[Overload]] = {key: [] for key in bodies_of}
+    for key, nodes in bodies_of.items():
+        reached = Counter((n.domain, n.op_type, n.overload) for n in iter_nodes(nodes))
+        size[key] = reached.total()
+        calls[key] = Counter({called: number for called, number in reached.items() if called in bodies_of})
+        for called in calls[key]:
+            callers[called].append(key)
+    waiting = {key: len(called) for key, called in calls.items()}
+    ready = [key for key, number in waiting.items() if not number]
+    while ready:
+        key = ready.pop()
+        for caller in callers[key]:
+            # The sum stops growing once it is too large: it would become a number of thousands of digits.
+            size[caller] = min(size[caller] + calls[caller][key] * size[key], _MOST_NODES + 1)
+            waiting[caller] -= 1
+            if not waiting[caller]:
+                ready.append(caller)
+    total = sum(size.get((n.domain, n.op_type, n.overload), 1) for n in iter_nodes(model.graph.node))
+    if total > _MOST_NODES:
+        raise DelayedInitializerValueError(
+            f"the functions that deliver or take delayed weights cannot be inlined: the model would have more than "
+            f"{_MOST_NODES} nodes"
+        )
 
 
 def _complete_calls(model: onnx.ModelProto) -> None:
@@ -75,18 +132,20 @@ def _called_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 def _holding(functions: Iterable[onnx.FunctionProto]) -> set[FunctionId]:
     """Functions whose body, or the body of a function that it calls, holds a delayed node."""
-    functions = list(functions)
     holding: set[FunctionId] = set()
-    grown = True
-    while grown:
-        grown = False
-        for function in functions:
-            key = (function.domain, function.name)
-            if key not in holding and any(
-                is_delayed(n) or (n.domain, n.op_type) in holding for n in iter_nodes(function.node)
-            ):
-                holding.add(key)
-                grown = True
+    callers: dict[FunctionId, set[FunctionId]] = {}
+    pending: list[FunctionId] = []
+    for function in functions:
+        key = (function.domain, function.name)
+        for node in iter_nodes(function.node):
+            callers.setdefault((node.domain, node.op_type), set()).add(key)
+            if is_delayed(node):
+                pending.append(key)
+    while pending:
+        key = pending.pop()
+        if key not in holding:
+            holding.add(key)
+            pending.extend(callers.get(key, ()))
     return holding
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 import onnx
 from onnx import helper
 
-from ort_delayed.graphs import bodies, iter_nodes, read_names
+from ort_delayed.graphs import bodies, read_names
 from ort_delayed.ops.attributes import DOMAIN, OP_TYPE
 
 __all__ = ["awaited_activations", "size_node"]
@@ -75,7 +75,7 @@ def _contracted(node: onnx.NodeProto) -> list[str]:
     """What contractions take: this node if it is one, else those in its bodies."""
     if node.op_type in _CONTRACTIONS:
         return list(node.input)
-    return [name for body in bodies(node) for inner in iter_nodes(body.node) for name in _contracted(inner)]
+    return [name for body in bodies(node) for inner in body.node for name in _contracted(inner)]
 
 
 def size_node(activation: str, output: str) -> onnx.NodeProto:

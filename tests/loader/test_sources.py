@@ -11,12 +11,14 @@ from checkpoints import (
     bits,
     entry,
     external_initializer,
+    library_knows,
     raw_safetensors,
     save_graph,
     save_index,
     save_onnx,
     save_safetensors,
 )
+from safetensors import safe_open
 
 from ort_delayed.loader.errors import LocalWeightsRequired, ShardFormatError
 from ort_delayed.loader.files import FileIdentity
@@ -260,3 +262,27 @@ def test_nothing_of_the_weights_is_read(tmp_path: Path) -> None:
     with PeakRamProbe(32 << 20) as probe:
         (tensor,) = discover_weights(local_source(path), probe=probe).tensors
     assert (tensor.offset, tensor.nbytes) == (start, count)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1,) * 65, (0,) * 70, (0, 2**62), (2**31, 2**33 - 1, 0), (2**64 - 1, 0)],
+    ids=lambda s: f"{len(s)}-{s[-1]}",
+)
+def test_a_shape_that_no_array_can_have_is_refused_before_anything_is_read(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """The formats allow it: the safetensors library opens each of these."""
+    nbytes = 0 if 0 in shape else 4
+    source = raw_safetensors(tmp_path / "m.safetensors", {"odd": entry(0, nbytes, shape)}, bytes(nbytes))
+    with safe_open(source, framework="np") as opened:
+        assert list(opened.keys()) == ["odd"]
+    with pytest.raises(ShardFormatError, match=f"'odd' in '{source}' at offset .* no array can have"):
+        discover(source)
+
+
+def test_empty_and_many_axes_are_no_offence(tmp_path: Path) -> None:
+    header = {"none": entry(0, 0, (0, 2**20)), "many": entry(0, 4, (1,) * 64), "packed": entry(4, 4, (0,) * 70, "F4")}
+    if not library_knows("F4"):
+        del header["packed"]
+    assert names(discover(raw_safetensors(tmp_path / "m.safetensors", header, bytes(4)))) == sorted(header)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import onnx
 from delayed_models import FLOAT, function, model, node, value
@@ -67,3 +69,11 @@ def test_fresh_names_are_used_nowhere() -> None:
         assert pool.fresh(taken) == f"{taken}_2"
     assert pool.fresh("new") == "new"
     assert pool.fresh("new") == "new_1"
+
+
+def test_a_name_that_is_wanted_often_is_found_at_once() -> None:
+    pool = NamePool(model([]))
+    start = time.process_time()
+    names = {pool.fresh("w") for _ in range(30_000)}
+    assert len(names) == 30_000
+    assert time.process_time() - start < 5

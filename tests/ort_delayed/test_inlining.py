@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from onnx import AttributeProto, TensorProto, helper
 import ort_delayed
 from ort_delayed.graphs import iter_graphs
 from ort_delayed.inlining import inline_delayed_functions
+from ort_delayed.ops.errors import DelayedInitializerValueError
 
 X = [value("x", ["n", 3])]
 Y = [value("y", ["n", 3])]
@@ -275,3 +277,75 @@ def test_opsets_of_an_inlined_function_are_imported(tmp_path: Path, weight: np.n
 def test_a_function_that_nobody_calls_changes_nothing(tmp_path: Path, x: np.ndarray) -> None:
     made = model([node("Neg", ["x"], ["y"])], X, Y, functions=[layer()])
     assert np.array_equal(run(made, tmp_path, x=x), -x)
+
+
+def calling(index: int, below: int, times: int) -> onnx.FunctionProto:
+    """``F<index>``: the sum of ``times`` calls of ``F<below>``; without calls a delayed node."""
+    if not times:
+        return function(f"F{index}", [], ["o"], [delayed("o", [3, 3])])
+    calls = [node(f"F{below}", [], [f"o{i}"], domain="local") for i in range(times)]
+    return function(f"F{index}", [], ["o"], [*calls, node("Sum", [f"o{i}" for i in range(times)], ["o"])])
+
+
+def test_functions_that_multiply_beyond_all_bounds_are_refused() -> None:
+    functions = [calling(i, i - 1, 2 * min(i, 1)) for i in range(40)]
+    made = model([node("F39", [], ["y"], domain="local")], [], Y, functions=functions)
+    with pytest.raises(DelayedInitializerValueError, match=r"cannot be inlined: .* more than \d+ nodes"):
+        inline_delayed_functions(made)
+
+
+def test_a_call_of_nothing_does_not_hide_how_functions_multiply() -> None:
+    functions = [calling(i, i - 1, 2 * min(i, 1)) for i in range(40)]
+    for made in functions:
+        made.node.append(node("F0", [], ["unused"], domain="local", overload="missing"))
+    made = model([node("F39", [], ["y"], domain="local")], [], Y, functions=functions)
+    with pytest.raises(DelayedInitializerValueError, match="more than"):
+        inline_delayed_functions(made)
+
+
+CIRCLE = [
+    function(f, [], ["o"], [node(g, [], ["a"], domain="local"), delayed("w", [3, 3]), node("Add", ["a", "w"], ["o"])])
+    for f, g in (("F", "G"), ("G", "F"))
+]
+
+
+@pytest.mark.parametrize(
+    ("functions", "call", "message"),
+    [
+        (CIRCLE, node("F", [], ["y"], domain="local"), "Cycle"),
+        ([layer()], node("Layer", ["x", "x"], ["y"], domain="local"), "cannot exceed"),
+        ([layer()], node("Layer", ["x"], ["y", "z"], domain="local"), "cannot exceed"),
+        ([layer(), layer()], node("Layer", ["x"], ["y"], domain="local"), "multiple local functions"),
+        ([layer(opset=13)], node("Layer", ["x"], ["y"], domain="local"), "incompatible opset versions"),
+    ],
+)
+def test_functions_that_cannot_be_inlined_are_typed_errors(
+    functions: list[onnx.FunctionProto], call: onnx.NodeProto, message: str
+) -> None:
+    made = model([call], X, Y, functions=functions)
+    with pytest.raises(DelayedInitializerValueError, match=f"'local::.*cannot be inlined: .*{message}"):
+        inline_delayed_functions(made)
+
+
+def test_a_long_chain_of_functions_is_looked_through_at_once() -> None:
+    """Listed from caller to called: each pass over the list would find one more."""
+    functions = [calling(i, i - 1, min(i, 1)) for i in range(3000)][::-1]
+    made = model([node("F2999", [], ["y"], domain="local")], [], Y, functions=functions)
+    start = time.process_time()
+    with pytest.raises(DelayedInitializerValueError, match="cannot be inlined"):
+        inline_delayed_functions(made)
+    assert time.process_time() - start < 10
+
+
+def test_bodies_that_end_up_too_deep_for_a_model_are_a_typed_error() -> None:
+    """Each function holds an If around a call of the next; a protobuf message may be nested a hundred times."""
+    functions = [function("F0", ["c"], ["o"], [delayed("o", [3, 3])])]
+    for i in range(1, 60):
+        call = node(f"F{i - 1}", ["c"], [f"then{i}"], domain="local")
+        then = helper.make_graph([call], "then", [], [value(f"then{i}", None)])
+        other = helper.make_graph([node("Identity", ["c"], [f"else{i}"])], "else", [], [value(f"else{i}", None)])
+        choice = node("If", ["c"], ["o"], then_branch=then, else_branch=other)
+        functions.append(function(f"F{i}", ["c"], ["o"], [choice]))
+    made = model([node("F59", ["x"], ["y"], domain="local")], X, Y, functions=functions)
+    with pytest.raises(DelayedInitializerValueError, match="cannot be inlined"):
+        inline_delayed_functions(made)
