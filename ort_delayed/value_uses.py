@@ -147,6 +147,17 @@ class _Walk:
         return self._uses
 
     def _visit(self, scope: Scope) -> None:
+        # Not by recursion: a model can hold a chain of thousands of functions, each calling the next.
+        pending = [self._steps(scope)]
+        while pending:
+            inner = next(pending[-1], None)
+            if inner is None:
+                pending.pop()
+            else:
+                pending.append(self._steps(inner))
+
+    def _steps(self, scope: Scope) -> Iterator[Scope]:
+        """Note what a scope reads; yields each scope that runs meanwhile, when it does."""
         if scope in self._visited:
             return
         self._visited.add(scope)
@@ -154,10 +165,10 @@ class _Walk:
             for index, name in enumerate(node.input):
                 self._note(scope, name, _Use(scope, node, index))
             for body in bodies(node):
-                self._visit(self._bodies[id(body)])
+                yield self._bodies[id(body)]
             called = self._uses._functions.get(_key(node))
             if called is not None:
-                self._visit(called)
+                yield called
         outputs = [o.name for o in scope.graph.output] if scope.graph is not None else _function_outputs(scope)
         for name in outputs:
             self._note(scope, name, _Use(scope, None))
