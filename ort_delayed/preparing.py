@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 
 from ort_delayed.external_files import repoint_external_data
-from ort_delayed.graphs import NamePool, bodies, iter_nodes
+from ort_delayed.graphs import NamePool, bodies, iter_nodes, iter_texts
 from ort_delayed.inlining import inline_delayed_functions
 from ort_delayed.kernel_nodes import (
     guard_name,
@@ -112,6 +112,7 @@ def prepare(
             read, a filename leads out of ``weights_dir``. Each kind is the natural built-in error too.
         ExternalDataError: an external-data location leads out of the model's directory.
     """
+    _check_text(model)
     _check_model(model)
     model = inline_delayed_functions(model)
     within = confining_directories(weights_dir) if weights_dir is not None else None
@@ -136,7 +137,17 @@ def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _poses_as_delayed(node: onnx.NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type.startswith(OP_TYPE)
+    # What is not UTF-8 comes out of a proto as bytes; such a node of this domain is none that ONNX Runtime could run.
+    return node.domain == DOMAIN and (isinstance(node.op_type, bytes) or node.op_type.startswith(OP_TYPE))
+
+
+def _check_text(model: onnx.ModelProto) -> None:
+    """Refuse names that are not UTF-8: a proto hands them out as bytes, and takes them from nobody."""
+    for where, text in iter_texts(model):
+        if isinstance(text, bytes):
+            raise DelayedInitializerValueError(
+                f"{where}: {text!r} is not UTF-8 text, which every name in a model must be"
+            )
 
 
 def _check_model(model: onnx.ModelProto) -> None:

@@ -19,6 +19,7 @@ from subprocesses import run_snippet
 import ort_delayed
 from ort_delayed import DelayedInitializerError
 from ort_delayed.ops import kernel
+from ort_delayed.ops.errors import DelayedInitializerValueError
 
 
 def construct(path: str | bytes, **settings: object) -> ort_delayed.InferenceSession:
@@ -342,3 +343,26 @@ def test_a_snapshot_of_a_hub_cache(mode: str, tmp_path: Path, weight: np.ndarray
     (snapshot / "w.bin").symlink_to("../../../models--other/blobs/111")
     with pytest.raises(PermissionError, match="outside"):
         construct(str(snapshot / "m.onnx"), weights_dir=snapshot).run(None, {"x": x})
+
+
+TEXTS: dict[str, Callable[[onnx.ModelProto], None]] = {
+    "the delayed node": lambda m: setattr(m.graph.node[0], "name", "=BAD="),
+    "what it yields": lambda m: m.graph.node[0].output.__setitem__(0, "=BAD="),
+    "its operator": lambda m: setattr(m.graph.node[0], "op_type", "DelayedInitializer=BAD="),
+    "an attribute": lambda m: m.graph.node[0].attribute.append(helper.make_attribute("=BAD=", 1)),
+    "another node": lambda m: setattr(m.graph.node[1], "name", "=BAD="),
+    "an input": lambda m: setattr(m.graph.input[0], "name", "=BAD="),
+    "a function": lambda m: m.functions.append(function("=BAD=", ["a"], ["b"], [node("Neg", ["a"], ["b"])])),
+    "an import": lambda m: m.opset_import.extend([helper.make_opsetid("=BAD=", 1)]),
+}
+
+
+@pytest.mark.parametrize("place", TEXTS)
+@pytest.mark.parametrize("by_path", [True, False])
+def test_names_that_are_not_utf8(tmp_path: Path, place: str, by_path: bool) -> None:
+    made = single_weight()
+    TEXTS[place](made)
+    data = made.SerializeToString().replace(b"=BAD=", b"=\xff\xfe\xfd=")
+    (tmp_path / "m.onnx").write_bytes(data)
+    with pytest.raises(DelayedInitializerValueError, match="not UTF-8 text"):
+        construct(str(tmp_path / "m.onnx") if by_path else data)
