@@ -22,6 +22,7 @@ import ort_delayed
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 
 Plain = onnxruntime.InferenceSession
+VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 
 
 def snippet(code: str, *arguments: object) -> str:
@@ -216,6 +217,7 @@ def external_product(directory: Path, factor: float) -> str:
     return save(directory / "m.onnx", made)
 
 
+@pytest.mark.skipif(VERSION < (1, 28), reason="before 1.28 the entry counts only for models given as bytes")
 def test_the_directory_entry_redirects_loads_by_path(tmp_path: Path) -> None:
     external_product(tmp_path / "a", 2)
     other = external_product(tmp_path / "b", 5)
@@ -232,6 +234,7 @@ def test_the_directory_entry_redirects_loads_by_path(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(VERSION < (1, 24), reason="1.23 takes locations outside the model's directory")
 @pytest.mark.parametrize("location", ["../v.bin", "{directory}/v.bin"])
 def test_external_data_must_stay_below_the_models_directory(location: str, tmp_path: Path) -> None:
     external_product(tmp_path / "a", 2)
