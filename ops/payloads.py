@@ -19,6 +19,9 @@ from ort_delayed.ops.buffers import BufferPool
 __all__ = ["FilePayload", "HeldPayload", "PayloadSource", "read_payload"]
 
 
+_ALWAYS_THERE_BYTES = 64 << 10  # of memory; thousands of small weights are not asked for their file's size
+
+
 class PayloadSource(Protocol):
     """Something that yields one tensor's elements, flat."""
 
@@ -74,8 +77,8 @@ def read_payload(
 ) -> npt.NDArray[np.generic]:
     """Read the tensor's bytes from its file and return them as a flat array of its elements.
 
-    ``lend`` gives the buffer. It is asked only when the file is there and long enough: what a node claims to need may
-    be no number of bytes that anybody has.
+    ``lend`` gives the buffer. For a large one it is asked only when the file is there and long enough: what a node
+    claims to need may be no number of bytes that anybody has.
 
     Raises:
         OSError, ShortReadError: as :func:`open_weights` and :func:`read_into` do.
@@ -85,9 +88,10 @@ def read_payload(
     assert dtype is not None  # packed types never become payloads: the op's specification does not allow them
     fd = open_weights(tensor.path, within=within)
     try:
-        held = max(0, os.fstat(fd).st_size - tensor.offset)
-        if held < tensor.nbytes:
-            raise ShortReadError(tensor.offset, tensor.nbytes, held)
+        if tensor.nbytes > _ALWAYS_THERE_BYTES:
+            held = max(0, os.fstat(fd).st_size - tensor.offset)
+            if held < tensor.nbytes:
+                raise ShortReadError(tensor.offset, tensor.nbytes, held)
         buffer = lend(tensor.nbytes)
         read_into(fd, buffer.data, tensor.offset)
     finally:
