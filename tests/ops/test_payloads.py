@@ -51,7 +51,15 @@ def test_a_file_that_is_too_short_costs_no_memory(size: int, offset: int, found:
         raise AssertionError(f"{nbytes} bytes were asked for")
 
     with pytest.raises(ShortReadError) as caught:
-        read_payload(tensor(tmp_path / "w.bin", (2,), "float32", offset), None, lend)
+        read_payload(tensor(tmp_path / "w.bin", (20_000,), "float32", offset), None, lend)
+    assert (caught.value.offset, caught.value.expected_bytes, caught.value.found_bytes) == (offset, 80_000, found)
+
+
+@pytest.mark.parametrize(("size", "offset", "found"), [(7, 0, 7), (10, 4, 6), (4, 4, 0), (4, 100, 0), (0, 0, 0)])
+def test_a_file_that_is_too_short_for_a_small_payload(size: int, offset: int, found: int, tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(size))
+    with pytest.raises(ShortReadError) as caught:
+        read_payload(tensor(tmp_path / "w.bin", (2,), "float32", offset), None, BufferPool().lend)
     assert (caught.value.offset, caught.value.expected_bytes, caught.value.found_bytes) == (offset, 8, found)
 
 
