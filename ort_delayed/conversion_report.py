@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["ConversionReport", "TensorReport", "byte_count"]
+__all__ = ["ConversionReport", "TensorReport", "byte_count", "unmatched_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class ConversionReport:
         data_file: the data file written beside it, or None where nothing had to be written.
         data_bytes: the size of that file.
         tensors: every tensor, the ones that changed first, each group in order of first use.
+        unmatched: patterns of ``select`` that no tensor's name matches.
     """
 
     source: str
@@ -54,6 +55,7 @@ class ConversionReport:
     data_file: str | None
     data_bytes: int
     tensors: tuple[TensorReport, ...]
+    unmatched: tuple[str, ...] = ()
 
     def nbytes(self, action: str) -> int:
         """Bytes of all tensors with that action."""
@@ -100,7 +102,13 @@ class ConversionReport:
             lines.append(f"data file: {self.data_file}, {byte_count(self.data_bytes)}")
         if self.absolute_paths:
             lines.append(f"absolute paths, so the model needs them where they are: {', '.join(self.absolute_paths)}")
+        lines += [unmatched_text(pattern) for pattern in self.unmatched]
         return lines or ["no tensors"]
+
+
+def unmatched_text(pattern: str) -> str:
+    """What to say of a pattern of ``select`` that matches nothing."""
+    return f"no tensor has a name like {pattern!r}, so that pattern selects nothing"
 
 
 def byte_count(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import onnx
@@ -128,7 +129,15 @@ def convert_model(
         rows += [delayed_node_report(n, data_name) for n in nodes] + _other_constants(scopes)
         rows.sort(key=lambda row: row.action == "kept")
         data_path = os.path.join(place.directory, data_name) if data_name is not None else None
-        return ConversionReport(skeleton.path, place.path, data_path, layout.end, tuple(rows))
+        return ConversionReport(skeleton.path, place.path, data_path, layout.end, tuple(rows), _unmatched(select, rows))
+
+
+def _unmatched(select: Select, rows: Iterable[TensorReport]) -> tuple[str, ...]:
+    """The patterns that no tensor's name matches."""
+    if select is None or callable(select):
+        return ()
+    names = {row.name for row in rows}
+    return tuple(dict.fromkeys(p for p in select if not any(fnmatchcase(name, p) for name in names)))
 
 
 def _check_arguments(load_device: str, min_bytes: int) -> None:

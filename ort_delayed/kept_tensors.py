@@ -56,7 +56,13 @@ def decision_report(decision: Decision, data_name: str | None) -> TensorReport:
     elif decision.action == "kept" and decision.in_data_file:
         reason += "; copied to the data file as external data"
     elif decision.action == "kept" and c.external and c.stored is not None and decision.offset is None:
-        path, offset = c.stored.path, c.stored.offset
+        path, offset = _location(c.proto), c.stored.offset
     return TensorReport(
         c.name, c.scope.label, c.kind, c.element_type, c.shape, c.nbytes, decision.action, reason, path, offset
     )
+
+
+def _location(proto: onnx.TensorProto | onnx.AttributeProto) -> str | None:
+    """The file of an external tensor as the model names it."""
+    entries = proto.external_data if isinstance(proto, onnx.TensorProto) else proto.t.external_data
+    return next((entry.value for entry in entries if entry.key == "location"), None)

@@ -80,6 +80,8 @@ def _note(tensor: TensorReport) -> str:
 
 def totals(report: ConversionReport) -> list[str]:
     """The lines below the table."""
+    from ort_delayed.conversion_report import unmatched_text
+
     lines = [f"{report.source} -> {report.destination}"]
     for action in dict.fromkeys(t.action for t in report.tensors):
         lines.append(f"  {size_text(report.nbytes(action)):>10}  {action}, {counted(report.count(action), 'tensor')}")
@@ -87,4 +89,5 @@ def totals(report: ConversionReport) -> list[str]:
         lines.append(f"data file: {report.data_file}, {size_text(report.data_bytes)}")
     for path in report.absolute_paths:
         lines.append(f"note: the model names '{path}' by its absolute path and does not work without it there")
+    lines += [f"note: {unmatched_text(pattern)}" for pattern in report.unmatched]
     return lines

@@ -182,3 +182,15 @@ def test_a_malformed_tensor_is_refused_by_name(tmp_path):
     bad = TensorProto(name="w0", data_type=1, dims=[N], raw_data=bytes(4 * N + 4))
     with pytest.raises(ValueError, match=f"'w0' .* holds {4 * N + 4} bytes of values, {4 * N} are needed"):
         convert_model(save(vector_model(bad), tmp_path / "m.onnx"), tmp_path / "converted.onnx")
+
+
+def test_external_tensors_that_are_kept_in_place_are_reported_as_the_model_names_them(tmp_path):
+    (tmp_path / "w.bin").write_bytes(weights(N).tobytes())
+    source = save(vector_model(external("w0", weights(N), "w.bin")), tmp_path / "m.onnx")
+    report = convert_model(source, tmp_path / "converted.onnx", select=["nothing*", "w*", "w1", "nothing*"])
+    assert report.unmatched == ("nothing*", "w1")
+    report = convert_model(source, tmp_path / "converted.onnx", select=["nothing*"], overwrite=True)
+    assert (report.tensor("w0").action, report.tensor("w0").path, report.tensor("w0").offset) == ("kept", "w.bin", 0)
+    assert report.absolute_paths == ()
+    assert "no tensor has a name like 'nothing*', so that pattern selects nothing" in str(report)
+    assert convert_model(source, tmp_path / "converted.onnx", overwrite=True).unmatched == ()

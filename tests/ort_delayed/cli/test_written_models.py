@@ -75,6 +75,13 @@ def test_a_note_about_absolute_paths(command, files):
     assert f"note: the model names '{files / 'model.onnx.data'}' by its absolute path" in out
 
 
+def test_a_note_about_patterns_that_select_nothing(command, files):
+    status, out, err = command("convert", "model.onnx", "d.onnx", "--select", "nothing*")
+    assert (status, err) == (0, "")
+    assert "note: no tensor has a name like 'nothing*', so that pattern selects nothing" in out
+    assert "absolute path" not in out
+
+
 def test_pack(command, files):
     status, out, err = command("pack", "inline.onnx", "p.onnx")
     assert (status, err) == (0, "")
