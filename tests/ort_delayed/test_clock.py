@@ -88,7 +88,7 @@ def graph_with(nodes: list[onnx.NodeProto], *weights: onnx.TensorProto, **settin
     [
         graph_with([node("Conv", ["x", "k", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("Conv", ["x", "k"], ["c"]), node("Add", ["c", "b"], ["y"])], weight("b", WIDTH)),
-        # Fused to a Gemm it would come before the MatMul's weight, else behind it: it says nothing about where a run is.
+        # Fused to a Gemm it comes before the MatMul's weight, else behind it: it tells nothing of the place of a run.
         graph_with([node("MatMul", ["x", "w"], ["m"]), node("Add", ["m", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("DequantizeLinear", ["x", "b"], ["y"])], weight("b", WIDTH)),
         graph_with([node("Reshape", ["x", "b"], ["y"])], weight("b", WIDTH, dtype=np.int64)),
