@@ -11,6 +11,7 @@ from ort_delayed.loader.element_types import element_type_from_onnx
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import ExternalDataError, external_tensor, has_external_data
 from ort_delayed.loader.files import FileIdentity
+from ort_delayed.loader.model_texts import fault_in_texts
 from ort_delayed.loader.probe import PeakRamProbe
 from ort_delayed.loader.reading import read_into
 from ort_delayed.loader.shards import opened_shard, shard_path
@@ -28,7 +29,7 @@ def read_onnx_model(
     """The model's proto, external data left where it is.
 
     Raises:
-        ShardFormatError: the file is no ONNX model.
+        ShardFormatError: the file is no ONNX model, or has names that are not UTF-8.
         RamBudgetExceeded, RamProbeUnavailable: from the probe.
         FileNotFoundError, LocalWeightsRequired, OSError: as opening a shard raises them.
     """
@@ -45,6 +46,9 @@ def read_onnx_model(
     except Exception as error:  # protobuf's DecodeError, whose type differs between its implementations
         raise ShardFormatError(f"'{path}' is not an ONNX model: {error}") from error
     del content
+    fault = fault_in_texts(model)
+    if fault is not None:
+        raise ShardFormatError(f"'{path}' is not an ONNX model: {fault}")
     if probe is not None:
         probe.checkpoint(reading)
     return model

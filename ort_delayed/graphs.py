@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
-__all__ = ["NamePool", "bodies", "captured_names", "iter_graphs", "iter_nodes", "iter_texts", "read_names"]
+__all__ = ["NamePool", "bodies", "captured_names", "iter_graphs", "iter_nodes", "read_names"]
 
 
 _GRAPHLESS = {getattr(onnx.AttributeProto, kind) for kind in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")}
@@ -42,29 +42,6 @@ def iter_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for body in bodies(node):
             pending.extend(body.node)
-
-
-def iter_texts(model: onnx.ModelProto) -> Iterator[tuple[str, str | bytes]]:
-    """Every name in a model, and where it stands. One that is not UTF-8 comes as bytes."""
-    for node in iter_nodes([*model.graph.node, *(n for f in model.functions for n in f.node)]):
-        where = f"node {node.name!r} of type {node.op_type!r}"
-        for text in (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output):
-            yield where, text
-        for attribute in node.attribute:
-            yield where, attribute.name
-            yield where, attribute.ref_attr_name
-    for function in model.functions:
-        where = f"function {function.name!r}"
-        for text in (function.name, function.domain, function.overload, *function.input, *function.output):
-            yield where, text
-        for text in (*function.attribute, *(a.name for a in function.attribute_proto)):
-            yield where, text
-    for opset in (o for holder in (model, *model.functions) for o in holder.opset_import):
-        yield "import of operators", opset.domain
-    for graph in iter_graphs(model.graph):
-        where = f"graph {graph.name!r}"
-        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            yield where, value.name
 
 
 def captured_names(graph: onnx.GraphProto) -> set[str]:

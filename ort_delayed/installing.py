@@ -26,6 +26,7 @@ from ort_delayed.library import register_custom_ops
 from ort_delayed.loader.budget import RamBudget
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.files import FileIdentity, confining_directories
+from ort_delayed.loader.model_texts import fault_in_texts
 from ort_delayed.loader.onnx_files import check_ranges, read_onnx_model
 from ort_delayed.loader.probe import PeakRamProbe, RssSampler
 from ort_delayed.loader.sources import DiscoveredWeights, discover_weights, local_source
@@ -176,6 +177,9 @@ def _read_source(
             proto = onnx.ModelProto.FromString(model)
         except DecodeError as error:
             raise ShardFormatError(f"the bytes given as the model are not an ONNX model: {error}") from error
+        fault = fault_in_texts(proto)
+        if fault is not None:
+            raise ShardFormatError(f"the bytes given as the model are not an ONNX model: {fault}")
     else:
         path = Path(os.path.abspath(model))
         directory = str(path.parent)

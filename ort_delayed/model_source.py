@@ -63,7 +63,7 @@ def prepare_source(
     if not isinstance(source, (str, os.PathLike)) or not _is_worth_parsing(source):
         return source, None, False
     try:
-        skeleton = Skeleton(source)
+        skeleton = Skeleton(source, any_texts=True)  # preparing refuses them
     except (OSError, NotAModelError):
         return source, None, False
     with skeleton:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 
 from ort_delayed.external_files import repoint_external_data
-from ort_delayed.graphs import NamePool, bodies, iter_nodes, iter_texts
+from ort_delayed.graphs import NamePool, bodies, iter_nodes
 from ort_delayed.inlining import inline_delayed_functions
 from ort_delayed.kernel_nodes import (
     guard_name,
@@ -31,6 +31,7 @@ from ort_delayed.kernel_nodes import (
 from ort_delayed.load_times import awaited_activations, size_node
 from ort_delayed.loader.element_types import ElementType, element_type_from_dtype, onnx_type_name
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, is_inside
+from ort_delayed.loader.model_texts import fault_in_texts
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import (
     DOMAIN,
@@ -143,11 +144,9 @@ def _poses_as_delayed(node: onnx.NodeProto) -> bool:
 
 def _check_text(model: onnx.ModelProto) -> None:
     """Refuse names that are not UTF-8: a proto hands them out as bytes, and takes them from nobody."""
-    for where, text in iter_texts(model):
-        if isinstance(text, bytes):
-            raise DelayedInitializerValueError(
-                f"{where}: {text!r} is not UTF-8 text, which every name in a model must be"
-            )
+    fault = fault_in_texts(model)
+    if fault is not None:
+        raise DelayedInitializerValueError(fault)
 
 
 def _check_model(model: onnx.ModelProto) -> None:

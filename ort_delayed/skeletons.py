@@ -20,6 +20,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from ort_delayed.loader.files import FileIdentity, open_weights
+from ort_delayed.loader.model_texts import fault_in_texts
 from ort_delayed.loader.reading import ShortReadError, read_into
 
 __all__ = ["LIFTED_BYTES", "FileRange", "LiftedValue", "NotAModelError", "Skeleton", "serialized_pieces"]
@@ -78,11 +79,15 @@ class Skeleton:
         model: the proto. Marked tensors have no value in it; :meth:`lifted` says where it stands.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, any_texts: bool = False) -> None:
         """Open and read a model file.
 
+        Args:
+            path: the file.
+            any_texts: whether names that are not UTF-8 are left in the proto, as bytes, for the caller to find.
+
         Raises:
-            NotAModelError: the file is no ONNX model in protobuf form.
+            NotAModelError: the file is no ONNX model in protobuf form, or has names that are not UTF-8.
             OSError: the file cannot be opened; only regular files are.
         """
         given = os.path.abspath(os.fspath(path))
@@ -94,6 +99,9 @@ class Skeleton:
         try:
             self._identity = FileIdentity.of(self.fd)
             self.model = self._parse()
+            fault = None if any_texts else fault_in_texts(self.model)
+            if fault is not None:
+                raise NotAModelError(f"'{self.path}' is not an ONNX model: {fault}")
         except BaseException:
             os.close(self.fd)
             raise
