@@ -36,6 +36,11 @@ HANDLE_ATTRIBUTE: Final = "handle_given_by_ort_delayed_InferenceSession_or_prepa
 _ERRORS_KEPT: Final = 64
 _LARGEST_ERROR_ID: Final = 50_000
 _log = logging.getLogger("ort_delayed")
+_GONE: Final = (
+    "a delayed initializer cannot be read: the session options that this model was prepared with are gone, and its "
+    "payloads with them. Make the session with the options that prepare_model was given, or prepare the model again "
+    "with the options that the session is made with"
+)
 
 
 def kernel_op_type(element_type: ElementType, *, waits: bool = False) -> str:
@@ -134,6 +139,9 @@ class _Table:
         except BaseException as cause:
             try:
                 if entry is None:
+                    # No session can be asked for this error, and ONNX Runtime's says nothing about why.
+                    with contextlib.suppress(BaseException):
+                        _log.error(_GONE)
                     return _Result((0, 0), np.empty(0, element_type.dtype))
                 return entry.binding.failure(entry, cause)
             except BaseException:

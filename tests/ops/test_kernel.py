@@ -82,6 +82,23 @@ def test_an_unknown_handle_and_a_wrong_type() -> None:
     binding.close()
 
 
+def test_an_unknown_handle_is_logged_even_by_a_handler_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    class Raising(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise KeyboardInterrupt
+
+    handler = Raising()
+    logging.getLogger("ort_delayed").addHandler(handler)
+    try:
+        with caplog.at_level(logging.ERROR, "ort_delayed"):
+            assert kernel._table.invoke(FLOAT32, 12345).shape == (0, 0)
+    finally:
+        logging.getLogger("ort_delayed").removeHandler(handler)
+    with caplog.at_level(logging.ERROR, "ort_delayed"):
+        kernel._table.invoke(FLOAT32, 12345)
+    assert "the session options that this model was prepared with are gone" in caplog.text
+
+
 def test_handles_are_unguessable_and_distinct() -> None:
     binding = Binding()
     source = HeldPayload(FLOAT32, (1,), np.zeros(1, np.float32))

@@ -361,6 +361,24 @@ def test_set_providers(mode: str, as_bytes: bool, tmp_path: Path, weight: np.nda
         assert np.array_equal(session.run(None, {"x": x})[0], 3 * (x @ weight))
 
 
+def test_a_session_made_with_other_options_than_the_model_was_prepared_with(
+    tmp_path: Path, weight: np.ndarray, x: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    import gc
+
+    write(tmp_path / "w.bin", weight)
+    prepared_with, other = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()
+    prepared = ort_delayed.prepare_model(save(tmp_path / "m.onnx", single_weight()), prepared_with)
+    ort_delayed.register_custom_ops(other)
+    session = Plain(prepared, other)
+    assert np.array_equal(session.run(None, {"x": x})[0], x @ weight)
+    del prepared_with
+    gc.collect()
+    with pytest.raises(Exception, match="Input shape"):
+        session.run(None, {"x": x})
+    assert "the session options that this model was prepared with are gone" in caplog.text
+
+
 def test_the_caller_need_not_keep_anything(tmp_path: Path, weight: np.ndarray, x: np.ndarray) -> None:
     import gc
 
