@@ -168,6 +168,10 @@ class Binding:
         self._handles.append(handle)
         return handle
 
+    def sources(self) -> list[PayloadSource]:
+        """The payloads, in the order in which they were entered."""
+        return [_table.entries[handle].source for handle in self._handles]
+
     def take_error(self, error_id: int) -> DelayedInitializerError | None:
         """The error that a failing op kept under ``error_id``, once."""
         with self._bound.lock:

@@ -19,7 +19,7 @@ from ort_delayed.skeletons import NotAModelError, Skeleton
 from ort_delayed.tensor_values import MalformedTensorError, inline_bytes, tensor_on_disk
 from ort_delayed.value_uses import iter_scopes
 
-__all__ = ["CheckReport", "CheckedFile", "check_weights"]
+__all__ = ["CheckReport", "CheckedFile", "check_weights", "unusable_files"]
 
 # What the loader and the readers of models raise; anything else is a fault of this project.
 _REFUSALS = (OSError, ValueError)
@@ -77,6 +77,15 @@ def check_weights(source: str | os.PathLike[str], *, weights_dir: str | os.PathL
     return _check_checkpoint(str(selected), local)
 
 
+def unusable_files(source: str | os.PathLike[str], *, weights_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """The faults of a model that :func:`check_weights` finds in its tensors and in files that they need.
+
+    Raises:
+        NotAModelError, OSError: the model cannot be read.
+    """
+    return list(_check_model(os.fspath(source), weights_dir, with_manifest=False).faults)
+
+
 @dataclass(slots=True)
 class _Need:
     """What a model needs of one file: the tensors, and who must find it inside of which directories."""
@@ -86,11 +95,13 @@ class _Need:
     by: str = ""
 
 
-def _check_model(path: str, weights_dir: str | os.PathLike[str] | None) -> CheckReport:
+def _check_model(path: str, weights_dir: str | os.PathLike[str] | None, *, with_manifest: bool = True) -> CheckReport:
     faults: list[str] = []
     try:
         skeleton = Skeleton(path)
     except NotAModelError as error:
+        if not with_manifest:
+            raise
         return CheckReport(path, 0, (), (str(error),), ())
     with skeleton:
         needs: dict[str, _Need] = {}
@@ -108,7 +119,8 @@ def _check_model(path: str, weights_dir: str | os.PathLike[str] | None) -> Check
                     f"'{file}' is named by its absolute path: the model finds it only there, and not where a session "
                     "is confined to another directory (weights_dir)"
                 )
-        faults += _manifest_faults(skeleton)
+        if with_manifest:
+            faults += _manifest_faults(skeleton)
         return CheckReport(path, count, tuple(files), tuple(faults), tuple(notes))
 
 

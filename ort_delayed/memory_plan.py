@@ -7,13 +7,15 @@ part of the model stays and the rest streams through what is left of the budget.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ort_delayed.loader.budget import format_bytes
+from ort_delayed.ops.payloads import FilePayload, HeldPayload, PayloadSource
 from ort_delayed.use_order import WeightUse
 
-__all__ = ["HEADROOM_BYTES", "MemoryPlan", "PlannedGroup", "PlannedWeight", "cut_into_groups", "make_plan"]
+__all__ = ["HEADROOM_BYTES", "DelayedBytes", "MemoryPlan", "PlannedGroup", "PlannedWeight", "cut_into_groups"]
+__all__ += ["make_plan", "with_delayed"]
 
 _MIB = 1 << 20
 HEADROOM_BYTES = 48 * _MIB
@@ -60,6 +62,34 @@ class PlannedGroup:
     window_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class DelayedBytes:
+    """What the delayed nodes of a model need.
+
+    Attributes:
+        read_bytes: ``file`` payloads, which every run reads.
+        held_bytes: ``cpu`` payloads, resident from construction on.
+        load_bytes: the most that delivering one of them takes beside what is held.
+    """
+
+    read_bytes: int = 0
+    held_bytes: int = 0
+    load_bytes: int = 0
+
+    @classmethod
+    def of(cls, sources: Iterable[PayloadSource]) -> DelayedBytes:
+        """What these payloads need; sources of other kinds (ticks) need nothing."""
+        read, held = [], {}
+        copied = 0
+        for source in sources:
+            if isinstance(source, FilePayload):
+                read.append(source.tensor.nbytes)
+            elif isinstance(source, HeldPayload):
+                held[id(source.held)] = source.held.nbytes
+                copied = max(copied, source.held.nbytes)
+        return cls(sum(read), sum(held.values()), max(2 * max(read, default=0), copied))
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """What a session keeps in memory, and what a run reads again. All sizes in bytes; ``print`` shows a table.
@@ -78,6 +108,10 @@ class MemoryPlan:
         refetched_bytes_per_run: mapped bytes that a run gives up and touches again.
         predicted_peak_bytes: the highest use expected.
         least_budget_bytes: the least budget that would do, activations as seen so far.
+        delayed_bytes_per_run: payloads of ``file`` delayed nodes: every run reads them, they are not among the weights.
+        load_bytes: the most that delivering one delayed weight takes: for a ``file`` payload twice its size, the buffer
+            that it is read into and ONNX Runtime's copy. Activations that have been seen include it.
+        construction_bytes: what constructing a session on a packed model takes; 0 for other models.
     """
 
     budget_bytes: int
@@ -92,11 +126,14 @@ class MemoryPlan:
     refetched_bytes_per_run: int
     predicted_peak_bytes: int
     least_budget_bytes: int
+    delayed_bytes_per_run: int = 0
+    load_bytes: int = 0
+    construction_bytes: int = 0
 
     @property
     def room_bytes(self) -> int:
         """What the budget leaves for mapped weights."""
-        taken = self.session_bytes + self.activations_bytes + self.headroom_bytes
+        taken = self.session_bytes + max(self.activations_bytes, self.load_bytes) + self.headroom_bytes
         return max(self.budget_bytes - taken, 0)
 
     def __str__(self) -> str:
@@ -113,6 +150,11 @@ class MemoryPlan:
             ("predicted peak", self.predicted_peak_bytes),
             ("least budget", self.least_budget_bytes),
         ]
+        if self.delayed_bytes_per_run or self.load_bytes:
+            rows[3:3] = [("delayed weight while it is loaded", self.load_bytes)]
+            rows[-2:-2] = [("delayed weights, read at each run", self.delayed_bytes_per_run)]
+        if self.construction_bytes:
+            rows[-1:-1] = [("while constructing", self.construction_bytes)]
         lines = [f"{name:<36}{format_bytes(value):>14}" for name, value in rows]
         lines.append(f"{len(self.groups)} groups, {ticks} ticks")
         for number, group in enumerate(self.groups):
@@ -173,6 +215,8 @@ def make_plan(
     groups: Sequence[tuple[str | None, tuple[str, ...]]],
     weights: Mapping[str, PlannedWeight],
     can_map_by_page: bool,
+    delayed: DelayedBytes | None = None,
+    construction_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan for a budget. See :class:`MemoryPlan` for what the arguments mean.
 
@@ -183,11 +227,15 @@ def make_plan(
         groups: as :func:`cut_into_groups` makes them.
         weights: every mapped weight, in order of first use.
         can_map_by_page: whether touches can be made to map single pages, so that memory grows slowly.
+        delayed: what delayed nodes need; ``session_bytes`` includes what is held.
+        construction_bytes: see :class:`MemoryPlan`.
     """
+    delayed = delayed or DelayedBytes()
+    working_bytes = max(activations_bytes, delayed.load_bytes)
     read_whole = {name: w.nbytes for name, w in weights.items() if not w.by_rows}
     sizes = [sum(read_whole.get(name, 0) for name in names) for _, names in groups]
     whole = sum(read_whole.values())
-    free = max(budget_bytes - session_bytes - activations_bytes, 0)
+    free = max(budget_bytes - session_bytes - working_bytes, 0)
     headroom = min(_PACED_HEADROOM_BYTES, free // 4)
     if whole > free - headroom and max(sizes, default=0) > free - headroom:
         # A group streams between two ticks, and only the watcher sees how fast.
@@ -204,7 +252,7 @@ def make_plan(
     window = max((g.window_bytes for g in planned), default=0)
     stays = whole if whole <= room else max(room - window, 0)
     mapped = sum(w.nbytes for w in weights.values())
-    fixed = session_bytes + activations_bytes
+    fixed = session_bytes + working_bytes
     return MemoryPlan(
         budget_bytes=budget_bytes,
         session_bytes=session_bytes,
@@ -216,6 +264,18 @@ def make_plan(
         by_page=tuple(name for name in weights if name in by_page),
         stays_bytes=stays,
         refetched_bytes_per_run=whole - stays,
-        predicted_peak_bytes=fixed + min(mapped, room),
-        least_budget_bytes=fixed + min(2 * _LEAST_HEADROOM_BYTES, max(mapped, 1)),
+        predicted_peak_bytes=max(fixed + min(mapped, room), construction_bytes),
+        least_budget_bytes=max(fixed + min(2 * _LEAST_HEADROOM_BYTES, max(mapped, 1)), construction_bytes),
+        delayed_bytes_per_run=delayed.read_bytes,
+        load_bytes=delayed.load_bytes,
+        construction_bytes=construction_bytes,
     )
+
+
+def with_delayed(plan: MemoryPlan, delayed: DelayedBytes) -> MemoryPlan:
+    """A plan that was made without regard to delayed nodes, with what they need."""
+    more = max(delayed.load_bytes - plan.activations_bytes, 0)
+    whole = replace(plan, delayed_bytes_per_run=delayed.read_bytes, load_bytes=delayed.load_bytes)
+    fixed = plan.session_bytes + plan.activations_bytes + more
+    peak = max(fixed + min(plan.mapped_bytes, whole.room_bytes), plan.construction_bytes)
+    return replace(whole, predicted_peak_bytes=peak, least_budget_bytes=plan.least_budget_bytes + more)

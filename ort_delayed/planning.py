@@ -7,10 +7,13 @@ import os
 import onnxruntime
 
 from ort_delayed.budgeted_source import BudgetedSource, prepare_budgeted
+from ort_delayed.checking import unusable_files
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
+from ort_delayed.loader.external_data import ExternalDataError
 from ort_delayed.loader.layers import group_names
-from ort_delayed.memory_plan import MemoryPlan, make_plan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
+from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
 
 __all__ = ["group_labels", "plan_session"]
@@ -19,6 +22,7 @@ __all__ = ["group_labels", "plan_session"]
 # for a graph of 141 kB (MiniLM), of which the second session of the process took 3.5 MB.
 _FIRST_SESSION_BYTES = 11 << 20
 _SESSION_BYTES_PER_GRAPH_BYTE = 24
+_CONSTRUCTION_SLACK_BYTES = 64 << 20
 
 
 def plan_session(
@@ -37,24 +41,42 @@ def plan_session(
     Raises:
         NotAModelError, ExternalDataError, DelayedInitializerError, OSError: as for constructing the session.
         PackedModelError: the model was packed for another machine and cannot be used here.
+        ExternalDataError: also where a file of weights is missing or cut, as ``check_weights`` says it.
     """
     budget = RamBudget.of(ram_budget)
     directory = None if weights_dir is None else os.path.abspath(weights_dir)
     binding, by_page = Binding(), platform.PageByPage()
     try:
         options = onnxruntime.SessionOptions()
-        source = prepare_budgeted(model, options, binding, budget, lambda group: None, weights_dir=directory)
+        try:
+            source = prepare_budgeted(model, options, binding, budget, lambda group: None, weights_dir=directory)
+        except DelayedInitializerError:
+            raise
+        except OSError:
+            _refuse_unusable_files(model, weights_dir)
+            raise
+        _refuse_unusable_files(model, weights_dir)
+        delayed = DelayedBytes.of(binding.sources())
+        session_bytes = _estimated_session_bytes(source) + delayed.held_bytes
         return make_plan(
             budget_bytes=budget.max_bytes,
-            session_bytes=_estimated_session_bytes(source),
+            session_bytes=session_bytes,
             activations_bytes=0,
             groups=source.groups,
             weights=source.weights,
             can_map_by_page=by_page.works,
+            delayed=delayed,
+            construction_bytes=_construction_bytes(source, session_bytes),
         )
     finally:
         by_page.close()
         binding.close()
+
+
+def _refuse_unusable_files(model: str | os.PathLike[str], weights_dir: str | os.PathLike[str] | None) -> None:
+    faults = unusable_files(model, weights_dir=weights_dir)
+    if faults:
+        raise ExternalDataError("; ".join(faults))
 
 
 def group_labels(plan: MemoryPlan) -> tuple[str, ...]:
@@ -74,3 +96,12 @@ def _most_frequent(layers: list[str]) -> str:
 
 def _estimated_session_bytes(source: BudgetedSource) -> int:
     return _FIRST_SESSION_BYTES + _SESSION_BYTES_PER_GRAPH_BYTE * len(source.model)
+
+
+def _construction_bytes(source: BudgetedSource, session_bytes: int) -> int:
+    """For a packed model: its largest weight, which a kernel packs once more, and some 64 MiB (docs/packing.md)."""
+    sizes = [t.nbytes for t in source.tensors if t.name in source.packed_ranges]
+    if not source.packed or not sizes:
+        return 0
+    # No more than everything there is: the session, and what has been packed.
+    return max(sizes) + min(_CONSTRUCTION_SLACK_BYTES, session_bytes + sum(sizes))

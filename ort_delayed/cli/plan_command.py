@@ -60,15 +60,19 @@ def verdict(plan: MemoryPlan) -> str:
     budget = size_text(plan.budget_bytes)
     if not fits(plan):
         return f"does not fit into {budget}: at least {size_text(plan.least_budget_bytes)} are needed"
+    again = size_text(plan.refetched_bytes_per_run)
+    if plan.delayed_bytes_per_run:
+        text = f"fits into {budget}; each run reads {size_text(plan.delayed_bytes_per_run)} of delayed weights"
+        return text + (f", and {again} of others again" if plan.refetched_bytes_per_run else "")
     if not plan.refetched_bytes_per_run:
         return f"fits into {budget}; no weight is read again"
-    return f"fits into {budget}; each run reads {size_text(plan.refetched_bytes_per_run)} of weights again"
+    return f"fits into {budget}; each run reads {again} of weights again"
 
 
 def amounts_table(plan: MemoryPlan) -> Table:
     """A row per amount."""
     by_rows = sum(w.nbytes for w in plan.weights if w.by_rows)
-    rows = (
+    rows = [
         ("budget", plan.budget_bytes, "resident memory above the baseline"),
         ("session, estimated", plan.session_bytes, "ONNX Runtime, graph, small weights"),
         ("headroom", plan.headroom_bytes, "held back: a watcher can be late"),
@@ -79,7 +83,13 @@ def amounts_table(plan: MemoryPlan) -> Table:
         ("  read again per run", plan.refetched_bytes_per_run, "from the page cache, or the disk"),
         ("predicted peak", plan.predicted_peak_bytes, "without activations"),
         ("least budget", plan.least_budget_bytes, "without activations"),
-    )
+    ]
+    if plan.construction_bytes:
+        rows[-2:-2] = [("while constructing", plan.construction_bytes, "kernels pack the largest weight once more")]
+    if plan.delayed_bytes_per_run:
+        rows[-2:-2] = [("delayed weights", plan.delayed_bytes_per_run, "read from their files at each run")]
+    if plan.load_bytes:
+        rows[2:2] = [("delayed weight, loaded", plan.load_bytes, "the largest, and ONNX Runtime's copy of it")]
     texts = tuple((name, size_text(nbytes), note) for name, nbytes, note in rows)
     return Table(("", "size", ""), texts, right=(1,), flexible=(2,))
 

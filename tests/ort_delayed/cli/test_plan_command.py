@@ -58,3 +58,52 @@ def test_groups_are_called_after_their_layers(files):
     labels = group_labels(plan_session("model.onnx", 256 << 20))
     assert labels
     assert set(labels) <= {"embeddings", "layer-0000", "layer-0001", "layer-0002"}
+
+
+def test_delayed_weights_are_read_at_each_run_and_the_largest_needs_memory_twice(command, files):
+    assert command("convert", "model.onnx", "d.onnx")[0] == 0
+    sizes = [w.nbytes for w in encoder_weights().values() if w.nbytes >= 4096]
+    plan = plan_session("d.onnx", 256 << 20)
+    assert (plan.delayed_bytes_per_run, plan.load_bytes, plan.mapped_bytes) == (sum(sizes), 2 * max(sizes), 0)
+    assert plan.least_budget_bytes >= plan.session_bytes + 2 * max(sizes)
+    assert plan.predicted_peak_bytes >= plan.session_bytes + 2 * max(sizes)
+    status, out, _ = command("plan", "d.onnx", "--ram", "256MiB")
+    assert status == 0
+    assert out.startswith("fits into 256.0 MiB; each run reads 1.7 MiB of delayed weights\n")
+    assert "delayed weight, loaded" in out
+    session = ort_delayed.InferenceSession("d.onnx", ram_budget=256 << 20)
+    found = session.memory_plan
+    assert found is not None
+    assert (found.delayed_bytes_per_run, found.load_bytes) == (plan.delayed_bytes_per_run, plan.load_bytes)
+    assert found.least_budget_bytes >= found.session_bytes + 2 * max(sizes)
+    assert "delayed weights, read at each run" in str(found)
+
+
+def test_cpu_payloads_are_resident(command, files):
+    assert command("convert", "model.onnx", "d.onnx", "--load-device", "cpu")[0] == 0
+    sizes = [w.nbytes for w in encoder_weights().values() if w.nbytes >= 4096]
+    plan, without = plan_session("d.onnx", 256 << 20), plan_session("model.onnx", 256 << 20)
+    assert plan.delayed_bytes_per_run == 0
+    assert plan.load_bytes == max(sizes)
+    assert plan.session_bytes - without.session_bytes > sum(sizes) - (64 << 10)
+
+
+def test_constructing_on_a_packed_model_needs_its_largest_weight_once_more(command, files):
+    assert command("pack", "model.onnx", "p.onnx")[0] == 0
+    plan, plain = plan_session("p.onnx", 256 << 20), plan_session("model.onnx", 256 << 20)
+    largest = max(w.nbytes for w in plan.weights if not w.by_rows)
+    assert plain.construction_bytes == 0
+    assert largest < plan.construction_bytes <= largest + (64 << 20)
+    assert plan.least_budget_bytes >= plan.construction_bytes
+    assert "while constructing" in command("plan", "p.onnx", "--ram", "256MiB")[1]
+    assert "while constructing" in str(plan)
+
+
+def test_a_missing_or_cut_file_is_1_and_said_as_check_says_it(command, files):
+    data = files / "model.onnx.data"
+    for spoil in (lambda: data.write_bytes(data.read_bytes()[:-1]), data.unlink):
+        spoil()
+        status, out, err = command("plan", "model.onnx", "--ram", "256MiB")
+        assert (status, out) == (1, "")
+        fault = command("check", "model.onnx")[2].removeprefix("fault: ")
+        assert err == f"ort-delayed plan: error: {fault}"
