@@ -90,6 +90,7 @@ def restore_model(
         uses = find_uses(skeleton.model, scopes)
         layout = Layout()
         nodes = find_delayed_nodes(scopes, skeleton.directory, relocated=True)
+        _check_names(nodes)
         nodes.sort(key=lambda n: uses.order.get((n.scope, n.payload.name), len(uses.order)))
         restored = [_plan(n, uses, layout, place.directory) for n in nodes]
         constants = find_candidates(skeleton, scopes, uses, min_bytes=0, select=())
@@ -139,7 +140,9 @@ def refer_to_payloads(skeleton: Skeleton) -> None:
     scopes = list(iter_scopes(skeleton.model))
     uses = find_uses(skeleton.model, scopes)
     restored = []
-    for node in find_delayed_nodes(scopes, skeleton.directory, relocated=True):
+    nodes = find_delayed_nodes(scopes, skeleton.directory, relocated=True)
+    _check_names(nodes)
+    for node in nodes:
         payload = node.payload
         small = payload.nbytes < _INLINE_BYTES or uses.reason_to_stay_constant(node.scope, payload.name) is not None
         where = (None, 0) if small else (payload.path, payload.offset)
@@ -169,6 +172,26 @@ def _check_resolved(model: onnx.ModelProto) -> onnx.ModelProto:
                     node=where,
                 )
     return model
+
+
+def _check_names(nodes: Iterable[DelayedNode]) -> None:
+    """Refuse a node whose value has a name that something else of its graph yields, as every session refuses it."""
+    taken: dict[Scope, set[str]] = {}
+    for n in nodes:
+        graph = n.scope.graph
+        if graph is None:
+            continue
+        if n.scope not in taken:
+            taken[n.scope] = {value.name for value in (*graph.initializer, *graph.input)}
+            taken[n.scope].update(sparse.values.name for sparse in graph.sparse_initializer)
+        if n.payload.name in taken[n.scope]:
+            where = describe_node(n.node)
+            raise DelayedInitializerValueError(
+                f"{where} in {n.scope.label}: an initializer, an input or another delayed node there has the name of "
+                "what it yields; a graph may yield each name once",
+                node=where,
+            )
+        taken[n.scope].add(n.payload.name)
 
 
 def _plan(node: DelayedNode, uses: Uses, layout: Layout, directory: str) -> _Restored:

@@ -12,6 +12,7 @@ from weighted_models import initializer, model, node, run_plain, same_bits, save
 import ort_delayed
 from ort_delayed import convert_model, restore_model
 from ort_delayed.ops import make_node
+from ort_delayed.ops.errors import DelayedInitializerValueError
 
 N = 1100
 X = {"x": weights(N, seed=9)}
@@ -270,3 +271,19 @@ def test_restoring_a_conversion_moves_nothing(tmp_path):
     assert restored.data_file is None
     assert entries(tmp_path / "restored.onnx")["w"]["location"] == os.path.basename(report.data_file)
     check(tmp_path / "restored.onnx")
+
+
+@pytest.mark.parametrize("what", ["initializer", "input", "delayed node"])
+def test_two_values_of_one_name_are_refused(what, tmp_path):
+    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
+    made = delayed_model("w.bin")
+    if what == "initializer":
+        made.graph.initializer.append(initializer("w", WEIGHT))
+    elif what == "input":
+        made.graph.input.append(value("w", [N]))
+    else:
+        made.graph.node.insert(0, made.graph.node[0])
+    path = save(made, tmp_path / "m.onnx")
+    with pytest.raises(DelayedInitializerValueError, match="has the name of what it yields"):
+        restore_model(path, tmp_path / "restored.onnx")
+    assert not (tmp_path / "restored.onnx").exists()
