@@ -48,7 +48,15 @@ class _Run:
 
     peak: RunPeak
     cancel: Callable[[], None]
-    failure: RamBudgetExceeded | None = None
+    failure: RamBudgetExceeded | RamProbeUnavailable | None = None
+
+    def take_failure(self) -> RamBudgetExceeded | RamProbeUnavailable | None:
+        """The failure, which this no longer refers to: a raised error refers to frames, and those to this.
+
+        Such a cycle would keep the session, and its mappings, until garbage is collected at some odd moment.
+        """
+        failure, self.failure = self.failure, None
+        return failure
 
 
 class BudgetKeeper:
@@ -88,7 +96,7 @@ class BudgetKeeper:
         self._relief: ConstructionRelief | None = None
         self._building_lock = threading.Lock()
         self._mark = self.budget.max_bytes - min(48 * _MIB, self.budget.max_bytes // 4)
-        self._watcher = Watcher(_weak(self, BudgetKeeper.look, _LONGEST_SLEEP))
+        self._watcher = Watcher(_weak(self, BudgetKeeper.look, _LONGEST_SLEEP), _weakly_failed(self))
         _keepers.add(self)
 
     # --- Construction -------------------------------------------------------------------------------------------------
@@ -178,22 +186,25 @@ class BudgetKeeper:
                 mark_bytes=self._mark,
                 used_bytes=self._use.now,
                 by_page=self._weights.by_page,
+                before=before,
             )
             self._mark = self._relief.mark_bytes
-            self._watcher.start()
+            is_cancelled = False
             try:
-                yield
+                with self._watched():
+                    yield
+                is_cancelled = run.failure is not None
+                _raise_failure(run)
             except Exception as error:
-                if run.failure is not None:
-                    raise run.failure from error
+                is_cancelled = is_cancelled or run.failure is not None
+                _raise_failure(run, error)
                 raise
             finally:
-                self._watcher.stop()
                 with self._building_lock:  # from here on ONNX Runtime may unmap what it likes
                     self._relief = None
                 with self._lock:
                     self._runs.pop(id(run), None)
-                if run.failure is not None:
+                if is_cancelled or run.failure is not None:
                     options.set_load_cancellation_flag(False)
             self._weights.adopt(before, self._earlier)
             self._is_built = True
@@ -265,13 +276,11 @@ class BudgetKeeper:
             finally:
                 peak = self._end(run, self._weights, before)
         except Exception as error:
-            if run.failure is not None:
-                raise run.failure from error
+            _raise_failure(run, error)
             raise
         finally:
             self._use.end(run.peak)
-        if run.failure is not None:
-            raise run.failure
+        _raise_failure(run)
         self._check_peak(peak, run.peak, "running the model")
 
     def _begin(self, run: _Run, weights: PagedWeights) -> PagerCounts:
@@ -279,9 +288,30 @@ class BudgetKeeper:
         with self._lock:
             self._report = replace(self._report, drops_page_cache=drops)
             self._runs[id(run)] = run
-        weights.pager.begin()
-        self._watcher.start()
+        try:
+            weights.pager.begin()
+            self._start_watcher()
+        except BaseException:
+            with self._lock:
+                self._runs.pop(id(run), None)
+            raise
         return replace(weights.pager.counts)
+
+    def _start_watcher(self) -> None:
+        try:
+            self._watcher.start()
+        except RuntimeError as error:  # the system has no thread left
+            raise RamProbeUnavailable(
+                f"the thread that watches memory cannot be started ({error}), so the RAM budget cannot be kept"
+            ) from error
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._start_watcher()
+        try:
+            yield
+        finally:
+            self._watcher.stop()
 
     def _end(self, run: _Run, weights: PagedWeights, before: PagerCounts) -> int:
         self._watcher.stop()
@@ -333,13 +363,34 @@ class BudgetKeeper:
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
 
     def _fail(self, used: int) -> None:
-        what = "running the model" if self._is_built else "constructing the session"
+        what = self._operation
+        self._end_runs(
+            lambda: RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=used, operation=what)
+        )
+
+    def watcher_failed(self, error: BaseException) -> None:
+        """The watching thread has ended: what is under way must not go on unwatched."""
+        message = (
+            f"the thread that watches memory failed while {self._operation} ({type(error).__name__}: {error}), so the "
+            "RAM budget could not be kept any more. What was under way has been ended"
+        )
+
+        def failure() -> RamProbeUnavailable:
+            made = RamProbeUnavailable(message)
+            made.__cause__ = error
+            return made
+
+        self._end_runs(failure)
+
+    @property
+    def _operation(self) -> str:
+        return "running the model" if self._is_built else "constructing the session"
+
+    def _end_runs(self, failure: Callable[[], RamBudgetExceeded | RamProbeUnavailable]) -> None:
         with self._lock:
             for run in self._runs.values():
                 if run.failure is None:
-                    run.failure = RamBudgetExceeded(
-                        budget_bytes=self.budget.max_bytes, observed_bytes=used, operation=what
-                    )
+                    run.failure = failure()
                     run.cancel()
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
@@ -379,6 +430,28 @@ class BudgetKeeper:
         self._use.end(self._construction)
         if self._weights is not None:
             self._weights.close()
+
+
+def _raise_failure(run: _Run, cause: Exception | None = None) -> None:
+    """Raise what the run was ended for, if it was."""
+    failure = run.take_failure()
+    if failure is None:
+        return
+    try:
+        raise failure from (failure.__cause__ if failure.__cause__ is not None else cause)
+    finally:
+        del failure, cause  # the error refers to this frame
+
+
+def _weakly_failed(keeper: BudgetKeeper) -> Callable[[BaseException], None]:
+    kept = weakref.ref(keeper)
+
+    def call(error: BaseException) -> None:
+        found = kept()
+        if found is not None:
+            found.watcher_failed(error)
+
+    return call
 
 
 def _weak(keeper: BudgetKeeper, method: Callable[[BudgetKeeper], _T], otherwise: _T) -> Callable[[], _T]:

@@ -3,7 +3,9 @@
 While it builds, ONNX Runtime unmaps raw weights as it packs or folds them, and what it allocates next may come to
 stand at their addresses; to give up pages there with MADV_DONTNEED would wipe that. So those are reclaimed, which takes
 longer, and the file's pages leave the page cache too. The packed ranges of a packed model it maps before it packs
-anything, and keeps them mapped: those are simply given up.
+anything, and keeps them mapped: those are simply given up. Mappings that were there before are
+other sessions', and may go at any moment (a collection of garbage ends a session in whatever thread it comes up, this
+one too): they are left alone.
 
 For a packed model each kernel packs its weight once more, into memory that cannot be given up. Pages that are not
 needed any more are therefore given up early: room for the largest weight is kept free all the time.
@@ -11,6 +13,7 @@ needed any more are therefore given up early: room for the largest weight is kep
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Callable, Collection, Sequence
 
@@ -36,6 +39,7 @@ class ConstructionRelief:
         mark_bytes: where even what is slow to give up is given up.
         used_bytes: returns the bytes in use that count against the budget, now.
         by_page: gets the large raw weights.
+        before: mappings of the files from before the session was built.
 
     Attributes:
         mark_bytes: from where on :meth:`relieve` has something to do.
@@ -51,6 +55,7 @@ class ConstructionRelief:
         mark_bytes: int,
         used_bytes: Callable[[], int],
         by_page: platform.PageByPage,
+        before: Collection[platform.FileMapping] = (),
     ) -> None:
         packed = [t for t in tensors if t.name in packed_ranges]
         self.mark_bytes = mark_bytes
@@ -63,14 +68,19 @@ class ConstructionRelief:
         self._large = budget_bytes // _LARGE_PART
         self._used_bytes = used_bytes
         self._by_page = by_page
+        self._before = frozenset(before)
         self._paged: set[platform.FileMapping] = set()
 
     def relieve(self) -> None:
         """Give up packed pages; if that does not do, reclaim raw ones."""
         others = []
-        for mapping in platform.file_mappings(self._files.paths):
+        mappings = platform.file_mappings(self._files.paths)
+        self._before &= frozenset(mappings)  # what comes to stand where one has gone is this session's
+        for mapping in mappings:
+            if mapping in self._before:
+                continue
             if _pages(mapping.path, mapping.offset, mapping.nbytes) in self._packed:
-                platform.give_up_pages(mapping.address, mapping.nbytes)
+                _give_up(mapping)
             else:
                 others.append(mapping)
         for mapping in others:
@@ -81,6 +91,15 @@ class ConstructionRelief:
             if self._used_bytes() <= self._hard_mark:
                 break
             platform.reclaim_pages(mapping.address, mapping.nbytes)
+
+
+def _give_up(mapping: platform.FileMapping) -> None:
+    try:
+        platform.give_up_pages(mapping.address, mapping.nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        # Nothing is mapped there any more, so there is nothing to give up.
 
 
 def _pages(path: str, offset: int, nbytes: int) -> _Pages:

@@ -18,10 +18,13 @@ class Watcher:
 
     Args:
         look: looks, acts, and returns the seconds until the next look.
+        failed: gets what ``look`` raised. The thread has ended then; the next :meth:`start` begins another one. It
+            must see to it that what is under way does not go on unwatched.
     """
 
-    def __init__(self, look: Callable[[], float]) -> None:
+    def __init__(self, look: Callable[[], float], failed: Callable[[BaseException], None]) -> None:
         self._look = look
+        self._failed = failed
         self._reset()
 
     def _reset(self) -> None:
@@ -37,10 +40,11 @@ class Watcher:
         if self._pid != os.getpid():
             self._reset()  # a fork copies no threads, and perhaps a lock that one of them held
         with self._lock:
-            self._users += 1
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="ort_delayed memory watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="ort_delayed memory watch", daemon=True)
+                thread.start()  # where the system has no thread left this raises, and nothing has been started
+                self._thread = thread
+            self._users += 1
             self._awake.set()
 
     def stop(self) -> None:
@@ -65,4 +69,12 @@ class Watcher:
             self._awake.wait()
             if self._closed:
                 return
-            time.sleep(self._look())
+            try:
+                pause = self._look()
+            except BaseException as error:  # nobody could catch it on this thread: the owner tells who waits
+                # First: a start from here on begins another thread, and who started before is told.
+                with self._lock:
+                    self._thread = None
+                self._failed(error)
+                return
+            time.sleep(pause)

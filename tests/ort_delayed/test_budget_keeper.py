@@ -552,3 +552,102 @@ def test_what_the_process_gains_between_runs_is_not_the_sessions(chain: str) -> 
     session.run(None, feed(chain))
     del block
     session.run(None, feed(chain))
+
+
+UNWATCHED = """
+import numpy as np, ort_delayed, threading
+from ort_delayed import budget_keeper
+from budget_models import *
+model, budget = sys.argv[1], 40 * MIB
+look, looked, fails = budget_keeper.BudgetKeeper.look, threading.Event(), threading.Event()
+def look_or_fail(keeper):
+    looked.set()
+    if fails.is_set():
+        raise OSError(5, "no measure")
+    return look(keeper)
+budget_keeper.BudgetKeeper.look = look_or_fail
+session = ort_delayed.InferenceSession(model, ram_budget=budget)
+expected = session.run(None, feed(model))[0].tobytes()
+fails.set()
+tick = budget_keeper.BudgetKeeper._on_tick
+def slow_tick(keeper, group):
+    assert looked.wait(10)
+    threading.Event().wait(0.01)
+    tick(keeper, group)
+def slow_end(session):
+    assert looked.wait(10)
+    threading.Event().wait(0.1)
+budget_keeper.BudgetKeeper._on_tick = slow_tick
+end = ort_delayed.InferenceSession._forget_bytes
+ort_delayed.InferenceSession._forget_bytes = slow_end
+for what, work in (
+    ("running the model", lambda: session.run(None, feed(model))),
+    ("constructing the session", lambda: ort_delayed.InferenceSession(model, ram_budget=budget)),
+):
+    looked.clear()
+    try:
+        work()
+    except ort_delayed.RamProbeUnavailable as error:
+        assert what in str(error) and "OSError: [Errno 5] no measure" in str(error), error
+        assert isinstance(error.__cause__, OSError)
+    else:
+        raise AssertionError("not refused")
+fails.clear()
+ort_delayed.InferenceSession._forget_bytes = end
+assert session.run(None, feed(model))[0].tobytes() == expected
+ort_delayed.InferenceSession(model, ram_budget=budget).run(None, feed(model))
+print("Exception" in open(sys.argv[2]).read())
+"""
+
+
+def test_a_watcher_that_fails_ends_what_is_under_way(chain: str, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    redirect = "import os\nos.dup2(os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY), 2)\n"
+    assert run_snippet(redirect + UNWATCHED, chain, errors).strip() == "False"
+
+
+NO_THREAD = """
+import threading
+import numpy as np, ort_delayed
+from budget_models import *
+model = sys.argv[1]
+start = threading.Thread.start
+def fail(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = fail
+try:
+    ort_delayed.InferenceSession(model, ram_budget=40 * MIB)
+except ort_delayed.RamProbeUnavailable as error:
+    assert "cannot be started" in str(error), error
+else:
+    raise AssertionError("not refused")
+threading.Thread.start = start
+ort_delayed.InferenceSession(model, ram_budget=40 * MIB).run(None, feed(model))
+"""
+
+
+def test_without_a_watching_thread_no_session(chain: str) -> None:
+    run_snippet(NO_THREAD, chain)
+
+
+REFUSED = """
+import gc, weakref
+import numpy as np, ort_delayed
+from ort_delayed import budget_keeper
+from budget_models import *
+model = sys.argv[1]
+gc.collect()
+gc.disable()
+before = len(budget_keeper._keepers)
+for _ in range(2):
+    try:
+        ort_delayed.InferenceSession(model, ram_budget=MIB)
+    except ort_delayed.RamBudgetExceeded:
+        pass
+assert len(budget_keeper._keepers) == before
+assert not any(model in line or ".weights" in line or ".data" in line for line in open("/proc/self/maps"))
+"""
+
+
+def test_a_refused_session_goes_at_once_and_not_with_the_garbage(chain: str) -> None:
+    run_snippet(REFUSED, chain)

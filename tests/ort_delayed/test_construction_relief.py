@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ort_delayed import construction_relief
@@ -45,7 +48,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def relief(path: Path, recorder: Recorder, used: list[int], *, packed: bool = True) -> ConstructionRelief:
+def relief(
+    path: Path,
+    recorder: Recorder,
+    used: list[int],
+    *,
+    packed: bool = True,
+    before: tuple[platform.FileMapping, ...] = (),
+) -> ConstructionRelief:
     tensors = [tensor(path, "w packed", 0, 10_000), tensor(path, "raw", 16384, 4096)]
     return ConstructionRelief(
         tensors,
@@ -55,6 +65,7 @@ def relief(path: Path, recorder: Recorder, used: list[int], *, packed: bool = Tr
         mark_bytes=48 * MIB,
         used_bytes=lambda: used.pop(0) if len(used) > 1 else used[0],
         by_page=recorder,  # type: ignore[arg-type]
+        before=before,
     )
 
 
@@ -125,3 +136,42 @@ def test_room_for_the_largest_packed_weight_is_kept_free(path: Path, monkeypatch
 
     assert mark(10 * MIB) == 38 * MIB
     assert mark(45 * MIB) == 8 * MIB
+
+
+def test_mappings_of_other_sessions_are_left_alone_until_their_addresses_are_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = [platform.FileMapping(1 << 20, 12288, 0, str(path)), platform.FileMapping(2 << 20, 4096, 16384, str(path))]
+    mappings = list(theirs)
+    recorder = Recorder(monkeypatch, mappings)
+    made = relief(path, recorder, [60 * MIB], before=tuple(theirs))
+    made.relieve()
+    assert (recorder.given_up, recorder.reclaimed, recorder.by_page) == ([], [], [])
+    mappings.clear()
+    made.relieve()
+    mappings += theirs
+    made.relieve()
+    assert (recorder.given_up, recorder.reclaimed) == ([1 << 20], [2 << 20])
+
+
+def test_a_range_that_has_gone_is_nothing_to_give_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = mmap.mmap(-1, 12288)
+    address = np.frombuffer(gone, np.uint8).ctypes.data
+    gone.close()
+    give_up = platform.give_up_pages
+    recorder = Recorder(monkeypatch, [platform.FileMapping(address, 12288, 0, str(path))])
+    monkeypatch.setattr(construction_relief.platform, "give_up_pages", give_up)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        give_up(address, 12288)
+    relief(path, recorder, [40 * MIB]).relieve()
+
+
+def test_another_error_of_giving_up_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch, [platform.FileMapping(1 << 20, 12288, 0, str(path))])
+
+    def fail(address: int, nbytes: int) -> None:
+        raise OSError(errno.EPERM, "forbidden")
+
+    monkeypatch.setattr(construction_relief.platform, "give_up_pages", fail)
+    with pytest.raises(OSError, match="forbidden"):
+        relief(path, recorder, [40 * MIB]).relieve()
