@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import onnx
 
 from ort_delayed.loader.element_types import element_type_from_onnx, onnx_type_name
+from ort_delayed.loader.quoting import listed, quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
 __all__ = ["ExternalDataError", "external_tensor", "has_external_data", "set_external_data"]
@@ -38,21 +39,21 @@ def external_tensor(tensor: onnx.TensorProto, model_directory: str) -> TensorOnD
             is not what type and shape need, negative or overflowing dims, a type without raw storage.
     """
     entries = {e.key: e.value for e in tensor.external_data}
-    where = f"initializer '{tensor.name}': external data"
+    where = f"initializer {quoted(tensor.name)}: external data"
     location = entries.get("location", "")
     if not location or "\0" in location:
-        raise ExternalDataError(f"{where} has no usable 'location', found {location!r}")
+        raise ExternalDataError(f"{where} has no usable 'location', found {quoted(location)}")
     element_type = element_type_from_onnx(tensor.data_type)
     if element_type is None:
         raise ExternalDataError(f"{where} of type {onnx_type_name(tensor.data_type)} has no raw storage")
     shape = tuple(tensor.dims)
     if any(d < 0 for d in shape) or (nbytes := element_type.nbytes(shape)) > _INT64_MAX:
-        raise ExternalDataError(f"{where}: the dims {list(shape)} are not a shape of a tensor that can be stored")
+        raise ExternalDataError(f"{where}: the dims {listed(shape)} are not a shape of a tensor that can be stored")
     offset = _number(entries, "offset", where)
     length = _number(entries, "length", where)
     if length not in (0, nbytes):
         raise ExternalDataError(
-            f"{where}: 'length' is {length}, a tensor of {element_type} and shape {list(shape)} takes {nbytes} bytes"
+            f"{where}: 'length' is {length}, a tensor of {element_type} and shape {listed(shape)} takes {nbytes} bytes"
         )
     # Not normalised: below a linked directory, "a/../b" is not "b".
     return TensorOnDisk(tensor.name, os.path.join(model_directory, location), offset, nbytes, shape, element_type)
@@ -83,5 +84,5 @@ def _number(entries: dict[str, str], key: str, where: str) -> int:
     except ValueError:
         value = -1
     if not 0 <= value <= _INT64_MAX:
-        raise ExternalDataError(f"{where}: '{key}' must be a number of bytes from 0 on, found {text!r}")
+        raise ExternalDataError(f"{where}: '{key}' must be a number of bytes from 0 on, found {quoted(text)}")
     return value

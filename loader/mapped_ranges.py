@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ort_delayed.loader import platform
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.files import FileIdentity, open_weights
+from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
 __all__ = ["AmbiguousMappingsError", "MappedFileChanged", "MappedFiles", "Piece", "check_own", "find_pieces"]
@@ -149,7 +150,7 @@ class MappedFiles:
             size = self._identities[tensor.path].size
             if tensor.end > size:
                 raise ShardFormatError(
-                    f"tensor '{tensor.name}' needs {tensor.nbytes} bytes at offset {tensor.offset} of "
+                    f"tensor {quoted(tensor.name)} needs {tensor.nbytes} bytes at offset {tensor.offset} of "
                     f"'{tensor.path}', the file holds {max(size - tensor.offset, 0)} from there on"
                 )
 

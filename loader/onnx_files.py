@@ -13,6 +13,7 @@ from ort_delayed.loader.external_data import ExternalDataError, external_tensor,
 from ort_delayed.loader.files import FileIdentity
 from ort_delayed.loader.model_texts import fault_in_texts
 from ort_delayed.loader.probe import PeakRamProbe
+from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.reading import read_into
 from ort_delayed.loader.shards import opened_shard, shard_path
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
@@ -92,10 +93,10 @@ def external_initializers(model: onnx.ModelProto, path: str, directory: str) -> 
         except ExternalDataError as error:
             raise ShardFormatError(f"'{path}': {error}") from error
         location = next(e.value for e in reversed(tensor.external_data) if e.key == "location")
-        shard_path(location, directory, f"initializer '{tensor.name}' of '{path}'")
+        shard_path(location, directory, f"initializer {quoted(tensor.name)} of '{path}'")
         if by_name.setdefault(tensor.name, record) != record:
             raise ShardFormatError(
-                f"'{path}' has two initializers called '{tensor.name}' in different graphs, with different data: "
+                f"'{path}' has two initializers called {quoted(tensor.name)} in different graphs, with different data: "
                 "streamed weights are told apart by name, so one of them must be renamed"
             )
     if inline:
@@ -109,7 +110,7 @@ def _inline_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def _inline_message(path: str, inline: Sequence[tuple[str, int]]) -> str:
-    named = ", ".join(f"'{name}' ({format_bytes(size)})" for name, size in inline[:3])
+    named = ", ".join(f"{quoted(name)} ({format_bytes(size)})" for name, size in inline[:3])
     more = f" and {len(inline) - 3} more" if len(inline) > 3 else ""
     return (
         f"'{path}' holds {len(inline)} weights inline, which cannot be streamed, because reading the model reads them "
@@ -135,7 +136,7 @@ def check_ranges(
         size = identities[tensor.path].size
         if tensor.end > size:
             raise ShardFormatError(
-                f"initializer '{tensor.name}' needs {tensor.nbytes} bytes at offset {tensor.offset} of "
+                f"initializer {quoted(tensor.name)} needs {tensor.nbytes} bytes at offset {tensor.offset} of "
                 f"'{tensor.path}', which has {size} bytes"
             )
     return identities

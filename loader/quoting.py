@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["listed", "quoted"]
+__all__ = ["listed", "quoted", "quoted_path"]
 
 _LONGEST_TEXT = 200
+_LONGEST_PATH = 4096  # no file of a longer one can be opened
 _LONGEST_LIST = 16
 
 
@@ -18,6 +19,11 @@ def quoted(text: str | bytes) -> str:
     if len(text) <= _LONGEST_TEXT:
         return repr(text)
     return f"{text[:_LONGEST_TEXT]!r}... ({len(text)} {'bytes' if isinstance(text, bytes) else 'characters'})"
+
+
+def quoted_path(path: str) -> str:
+    """A path as it stands, so that it can be copied, unless it cannot be printed or can be none."""
+    return f"'{path}'" if len(path) <= _LONGEST_PATH and path.isprintable() else quoted(path)
 
 
 def listed(items: Sequence[object]) -> str:

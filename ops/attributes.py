@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import onnx
 
 from ort_delayed.loader.element_types import ELEMENT_TYPES, ElementType, element_type_from_onnx, onnx_type_name
+from ort_delayed.loader.quoting import listed, quoted
 from ort_delayed.ops.errors import DelayedInitializerTypeError, DelayedInitializerValueError
 
 __all__ = ["DOMAIN", "LOAD_DEVICES", "OP_TYPE", "OP_VERSION", "RUNTIME_DEVICES", "Attributes", "check_carried"]
@@ -68,8 +69,8 @@ def is_delayed(node: onnx.NodeProto) -> bool:
 
 def describe_node(node: onnx.NodeProto) -> str:
     """How messages name a delayed node: by its name and by what it yields."""
-    outputs = ", ".join(f"'{o}'" for o in node.output) or "nothing"
-    return f"DelayedInitializer node {node.name!r} (yields {outputs})"
+    outputs = quoted(node.output[0]) if len(node.output) == 1 else listed(node.output) if node.output else "nothing"
+    return f"DelayedInitializer node {quoted(node.name)} (yields {outputs})"
 
 
 def read_attributes(node: onnx.NodeProto, bound: Mapping[str, onnx.AttributeProto] | None = None) -> Attributes:
@@ -85,9 +86,9 @@ def read_attributes(node: onnx.NodeProto, bound: Mapping[str, onnx.AttributeProt
     """
     where = describe_node(node)
     if any(node.input):
-        _refuse(where, f"takes no inputs, found {list(node.input)}")
+        _refuse(where, f"takes no inputs, found {listed(node.input)}")
     if len(node.output) != 1 or not node.output[0]:
-        _refuse(where, f"has exactly one output, found {list(node.output)}")
+        _refuse(where, f"has exactly one output, found {listed(node.output)}")
     values = _values(node, where, bound or {})
     element_type = element_type_from_onnx(values["dtype"])
     if element_type is None or not element_type.in_schema:
@@ -99,17 +100,19 @@ def read_attributes(node: onnx.NodeProto, bound: Mapping[str, onnx.AttributeProt
         )
     shape = tuple(values["shape"])
     if any(d < 0 for d in shape):
-        _refuse(where, f"shape must hold no negative number, found {list(shape)}")
+        _refuse(where, f"shape must hold no negative number, found {listed(shape)}")
     offset = values["offset"]
     if offset < 0:
         _refuse(where, f"offset must be a number of bytes from 0 on, found {offset}")
     # With a zero among the dims the product says nothing about the others, which ONNX Runtime multiplies all the same.
     largest = element_type.nbytes([max(d, 1) for d in shape])
     if largest > _INT64_MAX or offset > _INT64_MAX - largest:
-        _refuse(where, f"offset {offset} and shape {list(shape)} of {element_type} overflow a file offset (2**63 - 1)")
+        _refuse(
+            where, f"offset {offset} and shape {listed(shape)} of {element_type} overflow a file offset (2**63 - 1)"
+        )
     filename = _text(values["filename"], "filename", where)
     if not filename or "\0" in filename:
-        _refuse(where, f"filename must name a file, found {filename!r}")
+        _refuse(where, f"filename must name a file, found {quoted(filename)}")
     load_device = _choice(values["load_device"], "load_device", LOAD_DEVICES, where)
     runtime_device = _choice(values["runtime_device"], "runtime_device", RUNTIME_DEVICES, where)
     return Attributes(element_type, shape, filename, offset, load_device, runtime_device)
@@ -133,10 +136,12 @@ def _values(node: onnx.NodeProto, where: str, bound: Mapping[str, onnx.Attribute
     found: dict[str, onnx.AttributeProto] = {}
     for attribute in node.attribute:
         if attribute.name in found:
-            _refuse(where, f"has the attribute '{attribute.name}' twice")
+            _refuse(where, f"has the attribute {quoted(attribute.name)} twice")
         reference = attribute.ref_attr_name
         if reference and reference not in bound:
-            _refuse(where, f"attribute '{attribute.name}' refers to '{reference}', which the call does not give")
+            _refuse(
+                where, f"attribute {quoted(attribute.name)} refers to {quoted(reference)}, which the call does not give"
+            )
         found[attribute.name] = bound[reference] if reference else attribute
     missing = sorted(_ATTRIBUTE_TYPES.keys() - found.keys())
     if missing:
@@ -159,13 +164,13 @@ def _text(value: bytes, name: str, where: str) -> str:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
-        _refuse(where, f"{name} is not UTF-8 text, found {value!r}")
+        _refuse(where, f"{name} is not UTF-8 text, found {quoted(value)}")
 
 
 def _choice(value: bytes, name: str, allowed: tuple[str, ...], where: str) -> str:
     text = _text(value, name, where)
     if text not in allowed:
-        _refuse(where, f"{name} must be {' or '.join(map(repr, allowed))}, found {text!r}")
+        _refuse(where, f"{name} must be {' or '.join(map(repr, allowed))}, found {quoted(text)}")
     return text
 
 

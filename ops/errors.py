@@ -6,6 +6,7 @@ import errno
 from dataclasses import dataclass
 
 from ort_delayed.loader.files import NotARegularFileError, OutsideDirectoryError
+from ort_delayed.loader.quoting import quoted_path
 from ort_delayed.loader.reading import ShortReadError
 
 __all__ = [
@@ -109,8 +110,8 @@ def payload_error(payload: Payload, cause: BaseException) -> DelayedInitializerE
     """The typed error that says why ``payload`` could not be read; ``cause`` becomes its ``__cause__``."""
     kind, reason, found = _classify(payload, cause)
     error = kind(
-        f"{payload.node}: {reason}: file '{payload.path}', offset {payload.offset}, {payload.nbytes} bytes needed"
-        + (f", {found} found" if found is not None else ""),
+        f"{payload.node}: {reason}: file {quoted_path(payload.path)}, offset {payload.offset}, "
+        f"{payload.nbytes} bytes needed" + (f", {found} found" if found is not None else ""),
         node=payload.node,
         path=payload.path,
         offset=payload.offset,

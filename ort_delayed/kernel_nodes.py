@@ -14,6 +14,7 @@ import onnx
 from onnx import helper
 
 from ort_delayed.loader.element_types import ELEMENT_TYPES, ElementType
+from ort_delayed.loader.quoting import quoted_path
 from ort_delayed.ops.attributes import DOMAIN
 from ort_delayed.ops.errors import Payload
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
@@ -53,8 +54,8 @@ def let_wait(kernel: onnx.NodeProto, awaited: str) -> None:
 def guard_name(payload: Payload) -> str:
     """What a guard is called: all that a plain session's exception can say about the payload."""
     text = (
-        f"{GUARD_MARK} of {payload.node}, file '{payload.path}', offset {payload.offset}, {payload.nbytes} bytes "
-        "needed (input shape {0,N,F}: the read failed with error N after F bytes)"
+        f"{GUARD_MARK} of {payload.node}, file {quoted_path(payload.path)}, offset {payload.offset}, "
+        f"{payload.nbytes} bytes needed (input shape {{0,N,F}}: the read failed with error N after F bytes)"
     )
     # The name ends up in messages, in profiles (JSON) and in dot files.
     return re.sub(r"[^\x20-\x7e]", "?", text).replace("\\", "/").replace('"', "'")

@@ -32,6 +32,7 @@ from ort_delayed.load_times import awaited_activations, size_node
 from ort_delayed.loader.element_types import ElementType, element_type_from_dtype, onnx_type_name
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, is_inside
 from ort_delayed.loader.model_texts import fault_in_texts
+from ort_delayed.loader.quoting import listed, quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import (
     DOMAIN,
@@ -155,8 +156,8 @@ def _check_model(model: onnx.ModelProto) -> None:
             continue
         if node.op_type != OP_TYPE or any(a.name == HANDLE_ATTRIBUTE for a in node.attribute):
             raise DelayedInitializerValueError(
-                f"node {node.name!r} of type {DOMAIN}::{node.op_type}: the model carries nodes or handles that only "
-                "a model prepared by ort_delayed in memory has; it was prepared before, or is made to look so. "
+                f"node {quoted(node.name)} of type {DOMAIN}::{node.op_type}: the model carries nodes or handles that "
+                "only a model prepared by ort_delayed in memory has; it was prepared before, or is made to look so. "
                 "Use the model that it was made from.",
                 node=node.name,
             )
@@ -288,7 +289,7 @@ def _check_declaration(value: onnx.ValueInfoProto, attributes: Attributes, where
     if kind != "tensor_type" or declared not in (onnx.TensorProto.UNDEFINED, attributes.element_type.onnx):
         found = onnx_type_name(declared) if kind == "tensor_type" else kind
         raise DelayedInitializerTypeError(
-            f"{where}: the graph declares '{value.name}' to be of type {found}, "
+            f"{where}: the graph declares {quoted(value.name)} to be of type {found}, "
             f"the node's dtype is {onnx_type_name(attributes.element_type.onnx or 0)}",
             node=where,
         )
@@ -301,8 +302,8 @@ def _check_declaration(value: onnx.ValueInfoProto, attributes: Attributes, where
     if not fits:
         shown = [d.dim_value if d.HasField("dim_value") else (d.dim_param or "?") for d in dims]
         raise DelayedInitializerValueError(
-            f"{where}: the graph declares '{value.name}' to be of shape {shown}, "
-            f"the node's is {list(attributes.shape)}",
+            f"{where}: the graph declares {quoted(value.name)} to be of shape {listed(shown)}, "
+            f"the node's is {listed(attributes.shape)}",
             node=where,
         )
 

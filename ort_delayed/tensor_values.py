@@ -7,6 +7,7 @@ import onnx
 
 from ort_delayed.loader.element_types import ElementType, element_type_from_onnx
 from ort_delayed.loader.external_data import external_tensor, has_external_data
+from ort_delayed.loader.quoting import listed, quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.skeletons import Skeleton
 
@@ -95,6 +96,6 @@ def _check_size(tensor: onnx.TensorProto, element_type: ElementType, found: int)
     shape = list(tensor.dims)
     if any(d < 0 for d in shape) or found != element_type.nbytes(shape):
         raise MalformedTensorError(
-            f"tensor '{tensor.name}' of type {element_type} and shape {shape} holds {found} bytes of values, "
-            f"{element_type.nbytes(shape)} are needed"
+            f"tensor {quoted(tensor.name)} of type {element_type} and shape {listed(shape)} holds {found} bytes of "
+            f"values, {element_type.nbytes(shape)} are needed"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ort_delayed.install_errors import WeightMismatchError
+from ort_delayed.loader.quoting import listed
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.rename_hints import find_hints, is_transpose, prefix_advice
 
@@ -26,7 +27,7 @@ _UNKNOWN_ADVICE = "If the model really does without these tensors, pass allow_un
 
 def describe_shape(tensor: TensorOnDisk) -> str:
     """``"float32 [3, 4]"``."""
-    return f"{tensor.element_type} {list(tensor.shape)}"
+    return f"{tensor.element_type} {listed(tensor.shape)}"
 
 
 class Mismatches:

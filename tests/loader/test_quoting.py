@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_delayed.loader.quoting import listed, quoted
+from ort_delayed.loader.quoting import listed, quoted, quoted_path
 
 
 def test_names() -> None:
@@ -20,3 +20,10 @@ def test_lists() -> None:
     assert listed([7] * 16) == str([7] * 16)
     assert listed([7] * 17) == f"[{'7, ' * 16}... (17 in all)]"
     assert len(listed([2**62] * 200_000)) < 500
+
+
+def test_paths() -> None:
+    assert quoted_path(r"C:\models\w") == r"'C:\models\w'"
+    assert quoted_path("/" + "d" * 1000) == f"'/{'d' * 1000}'"
+    assert quoted_path("/a\nb") == r"'/a\nb'"
+    assert len(quoted_path("/" + "d" * 5000)) < 300
