@@ -11,6 +11,7 @@ from typing import SupportsIndex
 __all__ = ["RamBudget", "RamBudgetExceeded", "RamProbeUnavailable", "format_bytes"]
 
 _MIB = 1 << 20
+_HARDLY_MEANT_BYTES = 64 << 10
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": _MIB, "gib": 1 << 30, "tib": 1 << 40}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([A-Za-z]*)", re.ASCII)
@@ -44,6 +45,7 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
         super().__init__(
             f"RAM budget exceeded while {operation}: {found}, the budget is {format_bytes(budget_bytes)}; "
             f"the least budget that would do here is {needed} bytes"
+            + (" (a budget is a number of bytes; did you mean MiB?)" if budget_bytes < _HARDLY_MEANT_BYTES else "")
         )
 
     @property
@@ -119,7 +121,8 @@ def _whole(value: SupportsIndex | float, unit: str) -> int:
         except TypeError:
             whole = None
     if whole is None or whole <= 0:
-        raise ValueError(f"a RAM budget must be a positive whole number of {unit}, found {value!r}")
+        advice = "; RamBudget.parse takes a text, RamBudget.from_mib a number of MiB" if isinstance(value, str) else ""
+        raise ValueError(f"a RAM budget must be a positive whole number of {unit}, found {value!r}{advice}")
     return whole
 
 

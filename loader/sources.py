@@ -70,7 +70,7 @@ def local_source(source: str | os.PathLike[str]) -> Path:
                 f"there is no path {text!r}. If that is a hub repository id: weights must be local, download the "
                 "repository first and give its directory"
             )
-        raise FileNotFoundError(errno.ENOENT, "there is no such weight source", text)
+        raise FileNotFoundError(errno.ENOENT, "no such file or directory", text)
     directory = os.path.realpath(os.path.dirname(path))
     if os.path.isfile(path) and len(confining_directories(directory)) > 1:
         return Path(directory, os.path.basename(path))

@@ -5,6 +5,7 @@ Nothing here measures or gives up memory; :mod:`ort_delayed.budget_keeper` does 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -133,6 +134,10 @@ def _prepared(
         for name, tensor in scoped_initializers(model.graph)
         if has_external_data(tensor)
     }
+    for path in dict.fromkeys(t.path for t in tensors.values()):
+        if not os.path.exists(path):
+            whose = "given as bytes" if model_file is None else repr(model_file)
+            raise FileNotFoundError(errno.ENOENT, f"the model {whose} needs a data file that is not there", path)
     uses = order_of_use(model.graph)
     packed_ranges: frozenset[str] = frozenset()
     if packed:

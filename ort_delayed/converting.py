@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, SupportsIndex
 
 import onnx
 
@@ -143,6 +143,8 @@ def _unmatched(select: Select, rows: Iterable[TensorReport]) -> tuple[str, ...]:
 def _check_arguments(load_device: str, min_bytes: int) -> None:
     if load_device not in LOAD_DEVICES:
         raise ValueError(f"load_device must be {' or '.join(map(repr, LOAD_DEVICES))}, found {load_device!r}")
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, SupportsIndex):
+        raise TypeError(f"min_bytes must be a whole number of bytes, found {min_bytes!r}")
     if min_bytes < 0:
         raise ValueError(f"min_bytes must be a number of bytes from 0 on, found {min_bytes}")
 

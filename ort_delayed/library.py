@@ -14,7 +14,7 @@ from ort_delayed.loader.element_types import ELEMENT_TYPES
 from ort_delayed.ops.attributes import DOMAIN, OP_VERSION
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
 
-__all__ = ["get_library_path", "register_custom_ops"]
+__all__ = ["check_options", "get_library_path", "register_custom_ops"]
 
 _lock = threading.Lock()
 
@@ -28,12 +28,26 @@ def get_library_path() -> str:
     return path
 
 
+def check_options(sess_options: object) -> None:
+    """Refuse what is not session options.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(sess_options, onnxruntime.SessionOptions):
+        raise TypeError(f"sess_options must be onnxruntime.SessionOptions, found {type(sess_options).__name__}")
+
+
 def register_custom_ops(sess_options: onnxruntime.SessionOptions) -> None:
     """Register the custom-op library in ``sess_options``, unless it is registered there already.
 
     A library that is attached twice to one options object makes every session on it fail, so options in which the
     caller has registered onnxruntime-extensions (for its tokenizers) are left as they are.
+
+    Raises:
+        TypeError: these are no session options.
     """
+    check_options(sess_options)
     with _lock:
         if not _is_registered(sess_options):
             sess_options.register_custom_ops_library(get_library_path())

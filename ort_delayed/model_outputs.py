@@ -69,10 +69,17 @@ def check_destination(
     """Resolve the destination and refuse one that must not be written.
 
     Raises:
+        TypeError: source or destination is no path.
         ValueError: it is the source itself.
         FileExistsError: something is there, and ``overwrite`` is false.
         IsADirectoryError, FileNotFoundError: it is a directory, or its directory does not exist.
     """
+    for what, path in (("source", source), ("destination", destination)):
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"the {what} must be the path of a model file, found {type(path).__name__}; "
+                "write a model that is in memory to a file first (onnx.save_model)"
+            )
     given = os.path.abspath(os.fspath(destination))
     directory = os.path.realpath(os.path.dirname(given))
     path = os.path.join(directory, os.path.basename(given))

@@ -113,7 +113,10 @@ def prepare(
         DelayedInitializerError: a delayed node is not what the specification allows, a ``cpu`` payload cannot be
             read, a filename leads out of ``weights_dir``. Each kind is the natural built-in error too.
         ExternalDataError: an external-data location leads out of the model's directory.
+        FileNotFoundError: ``weights_dir`` does not exist.
     """
+    if weights_dir is not None and not os.path.isdir(weights_dir):
+        raise FileNotFoundError(errno.ENOENT, "weights_dir names no directory that exists", os.fspath(weights_dir))
     _check_text(model)
     _check_model(model)
     model = inline_delayed_functions(model)

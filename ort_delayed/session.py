@@ -17,7 +17,7 @@ from ort_delayed.bound_options import bound_model, refuse_bound
 from ort_delayed.budget_keeper import BudgetKeeper
 from ort_delayed.install_errors import InstallError
 from ort_delayed.kernel_nodes import GUARD_MARK
-from ort_delayed.library import register_custom_ops
+from ort_delayed.library import check_options, register_custom_ops
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
 from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, with_delayed
@@ -75,6 +75,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         drop_page_cache: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        if sess_options is not None:
+            check_options(sess_options)
         self._budget: BudgetKeeper | None = None
         if ram_budget is not None:
             self._budget = BudgetKeeper(
@@ -312,6 +314,7 @@ def prepare_model(
         DelayedInitializerError: as for constructing an :class:`InferenceSession`.
         OptionsInUseError: weights of another model have been installed in the options.
     """
+    check_options(sess_options)
     refuse_bound(sess_options)
     binding = Binding(log_failures=True)
     try:

@@ -10,6 +10,7 @@ Sources: the protobuf wire format (tag, varint, length-delimited fields) and the
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -95,7 +96,11 @@ class Skeleton:
         self.path = os.path.join(self.directory, os.path.basename(given))
         # A model file may carry anything as text; only a key that nobody could know marks a value.
         self._key = f"ort_delayed.lifted.{secrets.token_hex(16)}"
-        self.fd = open_weights(self.path)
+        try:
+            self.fd = open_weights(self.path)
+        except IsADirectoryError as error:
+            said = "a directory was given where a model file is needed"
+            raise IsADirectoryError(errno.EISDIR, said, self.path) from error
         try:
             self._identity = FileIdentity.of(self.fd)
             self.model = self._parse()
@@ -149,10 +154,22 @@ class Skeleton:
             slim = bytes(_slim(source, 0, source.size, "model", self._key))
             model: onnx.ModelProto = onnx.ModelProto.FromString(slim)
         except (DecodeError, _WireError, ShortReadError) as error:
+            if _is_safetensors(source):
+                raise NotAModelError(
+                    f"'{self.path}' is a safetensors file, which holds weights and no model: give the .onnx model that "
+                    "they belong to"
+                ) from error
             raise NotAModelError(f"'{self.path}' is not an ONNX model: {error}") from error
         if not model.HasField("graph"):
             raise NotAModelError(f"'{self.path}' is not an ONNX model: it holds no graph")
         return model
+
+
+def _is_safetensors(source: _Source) -> bool:
+    if source.size < 10:
+        return False
+    start = source.read(0, 9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= source.size - 8
 
 
 def serialized_pieces(model: onnx.ModelProto, key: str) -> Iterator[bytes | FileRange]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "amounts_table", "fits", "groups_table", "verdict"]
 
 _SHOWN_WEIGHTS = 2
+_HARDLY_MEANT_BYTES = 64 << 10
 
 
 def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
@@ -59,6 +60,8 @@ def verdict(plan: MemoryPlan) -> str:
     """The answer in one sentence."""
     budget = size_text(plan.budget_bytes)
     if not fits(plan):
+        if plan.budget_bytes < _HARDLY_MEANT_BYTES:
+            budget += " (bytes; did you mean MiB?)"
         return f"does not fit into {budget}: at least {size_text(plan.least_budget_bytes)} are needed"
     again = size_text(plan.refetched_bytes_per_run)
     if plan.delayed_bytes_per_run:

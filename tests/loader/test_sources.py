@@ -62,7 +62,7 @@ def test_a_repository_id_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.
 def test_a_missing_path_is_a_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    with pytest.raises(FileNotFoundError, match="no such weight source") as caught:
+    with pytest.raises(FileNotFoundError, match="no such file or directory") as caught:
         local_source(source)
     assert not isinstance(caught.value, LocalWeightsRequired)
 

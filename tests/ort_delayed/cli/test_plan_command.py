@@ -107,3 +107,12 @@ def test_a_missing_or_cut_file_is_1_and_said_as_check_says_it(command, files):
         assert (status, out) == (1, "")
         fault = command("check", "model.onnx")[2].removeprefix("fault: ")
         assert err == f"ort-delayed plan: error: {fault}"
+
+
+def test_directories_and_budgets_of_a_few_bytes(command):
+    assert "a directory was given where a model file is needed" in command("plan", ".", "--ram", "64MiB")[2]
+    assert "a directory was given where a model file is needed" in command("run", ".")[2]
+    assert "no such file or directory: 'nope.onnx'" in command("inspect", "nope.onnx")[2]
+    assert command("plan", "model.onnx", "--ram", "64")[1].startswith(
+        "does not fit into 64 B (bytes; did you mean MiB?)"
+    )
