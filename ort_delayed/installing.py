@@ -23,11 +23,12 @@ from ort_delayed.install_preparing import InstallableModel, prepare_for_installi
 from ort_delayed.installed_model import InstalledModel, InstallReport
 from ort_delayed.installed_values import InstalledValues, can_carry
 from ort_delayed.library import register_custom_ops
-from ort_delayed.loader.budget import RamBudget
+from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded
 from ort_delayed.loader.errors import ShardFormatError
+from ort_delayed.loader.external_data import has_external_data
 from ort_delayed.loader.files import FileIdentity, confining_directories
 from ort_delayed.loader.model_texts import fault_in_texts
-from ort_delayed.loader.onnx_files import check_ranges, read_onnx_model
+from ort_delayed.loader.onnx_files import check_ranges, iter_initializers, read_onnx_model
 from ort_delayed.loader.probe import PeakRamProbe, RssSampler
 from ort_delayed.loader.sources import DiscoveredWeights, discover_weights, local_source
 from ort_delayed.loader.streaming import LoadProgress
@@ -35,12 +36,17 @@ from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import is_delayed, read_attributes
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.skeletons import NotAModelError, Skeleton
 from ort_delayed.unique_names import make_names_unique
 from ort_delayed.weight_copying import copy_weights, place_of
 
 __all__ = ["InstallReport", "InstalledModel", "stream_install"]
 
 _PREPACKING_ENTRY = "session.disable_prepacking"
+_NOTHING_EXTERNAL = (
+    "the model has no external initializers, so there is nothing to install. Move its weights to external "
+    "data (onnx.save_model with save_as_external_data=True), or give weights= to take them from elsewhere"
+)
 
 
 def stream_install(
@@ -183,7 +189,12 @@ def _read_source(
     else:
         path = Path(os.path.abspath(model))
         directory = str(path.parent)
-        proto = read_onnx_model(str(path), probe=probe)
+        try:
+            proto = read_onnx_model(str(path), probe=probe)
+        except RamBudgetExceeded:
+            if weights is None:
+                _refuse_inline_weights(str(path))  # which no budget could cure
+            raise
     found = None if weights is None else discover_weights(local_source(weights), probe=probe)
     probe.checkpoint("reading the model")
     return _Source(proto, directory, path, found)
@@ -201,11 +212,15 @@ def _plan(source: _Source, name_map: NameMap | None, *, allow_unused_tensors: bo
         )
     assignments = plan_from_model(source.model, source.directory, can_carry=can_carry)
     if not assignments:
-        raise InstallError(
-            "the model has no external initializers, so there is nothing to install. Move its weights to external "
-            "data (onnx.save_model with save_as_external_data=True), or give weights= to take them from elsewhere"
-        )
+        raise InstallError(_NOTHING_EXTERNAL)
     return assignments
+
+
+def _refuse_inline_weights(path: str) -> None:
+    """Refuse a model file that has no external weights, without reading its large values."""
+    with contextlib.suppress(NotAModelError, OSError), Skeleton(path) as skeleton:
+        if not any(map(has_external_data, iter_initializers(skeleton.model.graph))):
+            raise InstallError(_NOTHING_EXTERNAL)
 
 
 def _prepare(

@@ -506,6 +506,19 @@ def _never(*arguments: Any) -> None:
     raise AssertionError("weights were read")
 
 
+def test_weights_that_stand_inline_are_refused_for_that_however_small_the_budget(tmp_path: Path) -> None:
+    inline = onnx.numpy_helper.from_array(np.zeros(1 << 20, np.float32), "w")
+    made = graph_model([node("Identity", ["w"], ["y"])], [], [value("y", None)], [inline])
+    onnx.save(made, tmp_path / "m.onnx")
+    for budget in (1 << 20, BUDGET):
+        with pytest.raises(InstallError, match="save_as_external_data"):
+            ort_delayed.stream_install(tmp_path / "m.onnx", options(), ram_budget=budget)
+    made.graph.initializer.append(external_initializer("v", np.ones(4, np.float32), "v.bin", 0))
+    onnx.save(made, tmp_path / "m.onnx")
+    with pytest.raises(ort_delayed.RamBudgetExceeded):
+        ort_delayed.stream_install(tmp_path / "m.onnx", options(), ram_budget=1 << 20)
+
+
 def test_sources_that_are_no_models_or_no_weights(tmp_path: Path, model: str) -> None:
     (tmp_path / "garbage.onnx").write_bytes(b"\x08garbage")
     for source in (tmp_path / "garbage.onnx", b"\x08garbage"):
