@@ -28,6 +28,7 @@ from ort_delayed.ops.kernel import Binding
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.paged_weights import PagedWeights
 from ort_delayed.pager import PagerCounts
+from ort_delayed.run_threads import is_thread_of_others, threads_of_call
 from ort_delayed.watcher import Watcher
 
 __all__ = ["BudgetKeeper"]
@@ -90,6 +91,8 @@ class BudgetKeeper:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._runs: dict[int, _Run] = {}
+        self._turn = threading.Lock()
+        self._turn_of: int | None = None  # the thread that asked for the run whose turn it is
         self._plan: MemoryPlan | None = None
         self._is_built = False
         self._earlier: frozenset[platform.FileMapping] = frozenset()
@@ -257,7 +260,11 @@ class BudgetKeeper:
     def running(self, cancel: Callable[[], None]) -> Iterator[None]:
         """A run is under way. ``cancel`` ends it before its time, and may be called from any thread.
 
+        Runs take turns: the order in which weights are used is what the pager goes by, and with two runs at once there
+        is none. The second one's pages would be taken for activations, too.
+
         Raises:
+            RuntimeError: the run is started from inside a run of this session, which it would wait for.
             MappedFileChanged: before anything is touched.
             RamBudgetExceeded: the budget was exceeded; the run was ended, or its results are not handed out.
         """
@@ -267,14 +274,39 @@ class BudgetKeeper:
                 "this session was constructed in ORT_PARALLEL mode before a fork: ONNX Runtime's threads are not in "
                 "this process, and a run would never end. Construct the session in this process, or sequentially"
             )
-        self._weights.files.check_unchanged()
+        self._refuse_to_wait_for_itself()
+        with self._turn:  # the main thread can be interrupted while it waits here
+            turn = self._turn
+            self._turn_of = threading.get_ident()
+            try:
+                with self._running_alone(cancel, self._weights):
+                    yield
+            finally:
+                if turn is self._turn:  # else this is a forked child, in which it is nobody's any more
+                    self._turn_of = None
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        # Of an operator on a thread of ONNX Runtime's pool, which it uses in parallel mode, it cannot be told what run
+        # it belongs to.
+        is_inside = self._turn_of in threads_of_call() or (
+            self._is_parallel and self._turn_of is not None and is_thread_of_others()
+        )
+        if is_inside:
+            raise RuntimeError(
+                "a run of a session under a RAM budget was started from inside a run of the same session: its runs "
+                "take turns, so this one would wait for ever. Use a second session, with a budget of its own"
+            )
+
+    @contextmanager
+    def _running_alone(self, cancel: Callable[[], None], weights: PagedWeights) -> Iterator[None]:
+        weights.files.check_unchanged()
         run = _Run(self._use.begin(), cancel)
         try:
-            before = self._begin(run, self._weights)
+            before = self._begin(run, weights)
             try:
                 yield
             finally:
-                peak = self._end(run, self._weights, before)
+                peak = self._end(run, weights, before)
         except Exception as error:
             _raise_failure(run, error)
             raise
@@ -334,7 +366,8 @@ class BudgetKeeper:
                 last_run=last,
             )
             activations = weights.pager.most_other_bytes - plan.session_bytes
-            if activations > plan.activations_bytes + _WORTH_A_NEW_PLAN:
+            # What other sessions' runs took meanwhile cannot be told from activations, and would stick.
+            if not run.peak.beside and activations > plan.activations_bytes + _WORTH_A_NEW_PLAN:
                 self._replan(weights, plan.session_bytes, activations)
         return peak
 
@@ -421,6 +454,7 @@ class BudgetKeeper:
         """In a forked child: nothing of the parent's runs is under way, and its locks may be held for ever."""
         self._lock, self._building_lock = threading.RLock(), threading.Lock()
         self._runs.clear()
+        self._turn, self._turn_of = threading.Lock(), None
         if self._weights is not None:
             self._weights.after_fork()
 

@@ -95,7 +95,7 @@ class Pager:
 
     @property
     def most_other_bytes(self) -> int:
-        """The most bytes in use at a tick that were no mapped pages: the session's own and activations."""
+        """The most bytes in use at a tick of this run that were no mapped pages: the session's own and activations."""
         return self._most_other_bytes
 
     def set_limit(self, limit_bytes: int, stays_bytes: int, windows: Sequence[int]) -> None:
@@ -108,6 +108,7 @@ class Pager:
     def begin(self) -> None:
         """A run begins: make room for its first group."""
         with self._lock:
+            self._most_other_bytes = 0
             self._enter(0)
 
     def tick(self, group: int) -> None:

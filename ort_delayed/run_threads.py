@@ -18,12 +18,26 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["RunThreads"]
+__all__ = ["RunThreads", "is_thread_of_others", "threads_of_call"]
 
 _STARTED_AT_ONCE = max(2, os.cpu_count() or 1)
 
 _Cancel = Callable[[bool], None]
 """Ends a run before its time; told whether the interpreter ends."""
+
+
+_here = threading.local()
+
+
+def threads_of_call() -> tuple[int, ...]:
+    """This thread, and those that wait for what it does: its run's caller, that one's caller, and so on."""
+    return threading.get_ident(), *getattr(_here, "waiting", ())
+
+
+def is_thread_of_others() -> bool:
+    """Whether neither Python nor we started this thread: it may be one of ONNX Runtime's pool, inside a run."""
+    ours = getattr(_here, "is_ours", False)
+    return not ours and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Job:
@@ -36,6 +50,7 @@ class _Job:
         self.error: BaseException | None = None
         self.mailbox: SimpleQueue[_Job | None] | None = None
         self.is_over = False
+        self.waiting: tuple[int, ...] = ()
         self.claim = threading.Lock()
         self.over = threading.Lock()
         self.over.acquire()
@@ -49,11 +64,13 @@ class _Job:
                 _running.add(self)
                 if _closing.is_set():
                     raise RuntimeError("a run was started while the interpreter shuts down")
+                _here.waiting = self.waiting
                 self.result = function()
         except BaseException as error:
             self.error = error
         finally:
             del function  # its closure holds the caller's feeds
+            _here.waiting = ()
             rest()
             if claimed:
                 _running.discard(self)
@@ -123,6 +140,7 @@ class RunThreads:
         then propagates.
         """
         job = _Job(function, cancel)
+        job.waiting = threads_of_call()
         del function
         try:
             self._send(job)
@@ -214,6 +232,7 @@ class _Thread:
 
 
 def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]], ended: threading.Lock) -> None:
+    _here.is_ours = True
     try:
         while (job := mailbox.get()) is not None:
             job.execute(lambda: idle.append(mailbox))

@@ -651,3 +651,80 @@ assert not any(model in line or ".weights" in line or ".data" in line for line i
 
 def test_a_refused_session_goes_at_once_and_not_with_the_garbage(chain: str) -> None:
     run_snippet(REFUSED, chain)
+
+
+OVERLAPPING = """
+import threading
+import numpy as np, ort_delayed
+from budget_models import *
+without_first_costs()
+model, budget = sys.argv[1], 32 * MIB
+feeds = [{"x": np.random.default_rng(i).standard_normal((4, 1024)).astype(np.float32)} for i in range(4)]
+session = ort_delayed.InferenceSession(model, ram_budget=budget)
+expected = [session.run(None, f)[0].tobytes() for f in feeds]
+activations = session.memory_plan.activations_bytes
+right, failed = [], []
+def work(i):
+    for _ in range(10):
+        try:
+            right.append(session.run(None, feeds[i])[0].tobytes() == expected[i])
+        except Exception as error:
+            failed.append(repr(error))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not failed, failed
+assert right == [True] * 40
+assert session.memory_plan.activations_bytes <= activations + 4 * MIB, session.memory_plan
+for f, e in zip(feeds, expected):
+    assert session.run(None, f)[0].tobytes() == e
+"""
+
+
+def test_runs_of_one_session_on_several_threads_take_turns(chain: str) -> None:
+    run_snippet(OVERLAPPING, chain)
+
+
+WAITING = """
+import os, signal, threading
+import numpy as np, ort_delayed
+from ort_delayed import budget_keeper
+from budget_models import *
+model = sys.argv[1]
+inside, may_go_on = threading.Event(), threading.Event()
+nested, tick = [], budget_keeper.BudgetKeeper._on_tick
+def slow_tick(keeper, group):
+    if not inside.is_set():  # on the thread of an operator
+        try:
+            session.run(None, feed(model))
+        except RuntimeError as error:
+            nested.append(str(error))
+        inside.set()
+        assert may_go_on.wait(30)
+    tick(keeper, group)
+budget_keeper.BudgetKeeper._on_tick = slow_tick
+session = ort_delayed.InferenceSession(model, ram_budget=40 * MIB)
+results = []
+first = threading.Thread(target=lambda: results.append(session.run(None, feed(model))[0].tobytes()))
+first.start()
+assert inside.wait(30)
+assert len(nested) == 1 and "from inside a run" in nested[0], nested
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    session.run(None, feed(model))
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError("not interrupted")
+child = os.fork()  # while a run is under way, on a thread that the child does not have
+if child == 0:
+    os._exit(0 if len(session.run(None, feed(model))) == 1 else 1)
+assert os.waitpid(child, 0)[1] == 0
+may_go_on.set()
+first.join()
+assert session.run(None, feed(model))[0].tobytes() == results[0]
+"""
+
+
+def test_waiting_for_a_turn_is_interruptible_refused_inside_a_run_and_forgotten_by_a_fork(chain: str) -> None:
+    run_snippet(WAITING, chain)
