@@ -39,18 +39,18 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
         self.requested_bytes = requested_bytes
         self.operation = operation
         needed = observed_bytes + requested_bytes
-        found = f"{format_bytes(observed_bytes)} of resident memory above the baseline"
+        found = f"{observed_bytes} bytes of resident memory above the baseline"
         if requested_bytes:
-            found += f" and {format_bytes(requested_bytes)} that are needed next make {format_bytes(needed)}"
+            found += f" and {requested_bytes} that are needed next make {needed}"
         super().__init__(
-            f"RAM budget exceeded while {operation}: {found}, the budget is {format_bytes(budget_bytes)}; "
-            f"the least budget that would do here is {needed} bytes"
+            f"RAM budget exceeded while {operation}: {found}, the budget is {budget_bytes} bytes; "
+            f"at least {needed} bytes are needed here"
             + (" (a budget is a number of bytes; did you mean MiB?)" if budget_bytes < _HARDLY_MEANT_BYTES else "")
         )
 
     @property
     def needed_bytes(self) -> int:
-        """The least budget, in bytes, that this operation would have passed with."""
+        """The bytes that this operation had come to need when it was refused: a budget below them does not do."""
         return self.observed_bytes + self.requested_bytes
 
     def __reduce__(self) -> tuple[object, ...]:

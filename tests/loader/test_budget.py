@@ -80,7 +80,7 @@ def test_exceeding_says_everything() -> None:
     assert error.operation == "mapping layer group 'x'"
     assert error.needed_bytes == 12
     assert "while mapping layer group 'x'" in str(error)
-    assert "the least budget that would do here is 12 bytes" in str(error)
+    assert "at least 12 bytes are needed here" in str(error)
 
 
 def test_exceeding_has_the_defaults_that_callers_know() -> None:

@@ -384,7 +384,7 @@ def test_a_group_that_cannot_fit_is_refused_before_any_weight_is_read(
         loader.stream(lambda group: None)
     error = caught.value
     assert (error.budget_bytes, error.observed_bytes, error.requested_bytes) == (99_999, 0, 100_000)
-    assert "the least budget that would do here is 100000 bytes" in str(error)
+    assert "at least 100000 bytes are needed here" in str(error)
     assert loader.last_report is not None
     assert loader.last_report.groups_loaded == 0
 
