@@ -135,11 +135,14 @@ _locks_lock = threading.Lock()
 
 
 @contextmanager
-def external_directory(options: onnxruntime.SessionOptions, directory: str | None) -> Iterator[None]:
+def external_directory(
+    options: onnxruntime.SessionOptions, directory: str | None, *, are_private: bool = False
+) -> Iterator[None]:
     """While a session is built, the options' entry for the directory of external data is this one.
 
     The entry also redirects models that are loaded by path. It is put back, because the next model on the same options
-    would silently get this one's weights.
+    would silently get this one's weights. Private options, which no other model will use, keep it: ONNX Runtime logs a
+    warning each time an entry is set that was there already.
     """
     with _locks_lock:
         lock = _locks.setdefault(options, threading.RLock())
@@ -157,7 +160,8 @@ def external_directory(options: onnxruntime.SessionOptions, directory: str | Non
         try:
             yield
         finally:
-            options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)
+            if not are_private:
+                options.add_session_config_entry(EXTERNAL_DIRECTORY_ENTRY, previous)
 
 
 _directories_of_prepared_models: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -84,6 +84,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             )
             # Before ONNX Runtime's session goes: nothing may be given up in mappings that are gone.
             weakref.finalize(self, self._budget.close).atexit = False
+        self._options_are_private = sess_options is None
         self._source = path_or_bytes
         self._weights_dir = None if weights_dir is None else os.path.abspath(weights_dir)
         self._binding: Binding | None = None
@@ -261,7 +262,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
                 model, directory = self._budget.prepare(self._source, options, binding, self._weights_dir)
                 budgeted = self._budget.constructing(options)
             register_custom_ops(options)
-            with external_directory(options, directory), budgeted:
+            with external_directory(options, directory, are_private=self._options_are_private), budgeted:
                 self._binding = None if model is self._source else binding
                 yield model
         except BaseException:

@@ -728,3 +728,19 @@ assert session.run(None, feed(model))[0].tobytes() == results[0]
 
 def test_waiting_for_a_turn_is_interruptible_refused_inside_a_run_and_forgotten_by_a_fork(chain: str) -> None:
     run_snippet(WAITING, chain)
+
+
+QUIET = """
+import numpy as np, ort_delayed
+from budget_models import *
+session = ort_delayed.InferenceSession(sys.argv[1], ram_budget=40 * MIB)
+expected = session.run(None, feed(sys.argv[1]))[0].tobytes()
+session.set_providers(["CPUExecutionProvider"])
+assert session.run(None, feed(sys.argv[1]))[0].tobytes() == expected
+"""
+
+
+def test_a_session_with_options_of_its_own_prints_nothing(chain: str, tmp_path: Path) -> None:
+    redirect = "import os\nos.dup2(os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY), 2)\n"
+    run_snippet(redirect + QUIET, chain, tmp_path / "errors")
+    assert (tmp_path / "errors").read_text() == ""
