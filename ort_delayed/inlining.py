@@ -84,9 +84,15 @@ def _inlined(model: onnx.ModelProto, wanted: set[FunctionId]) -> onnx.ModelProto
 def _check_size(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
     """Refuse functions that grow beyond all bounds: each calling the next one twice, thirty of them make 2**30 nodes.
 
-    A circle of calls is left to the inliner, which refuses it.
+    A circle of calls is refused as well: onnx's inliner before 1.20 dies of it.
     """
     bodies_of = {(f.domain, f.name, f.overload): f.node for f in model.functions if (f.domain, f.name) in wanted}
+    twice = Counter((f.domain, f.name, f.overload) for f in model.functions if (f.domain, f.name) in wanted)
+    if twice and max(twice.values()) > 1:
+        (domain, name, _), _ = twice.most_common(1)[0]
+        raise DelayedInitializerValueError(
+            f"the function '{domain}::{name}' cannot be inlined: the model defines it twice"
+        )
     size: dict[Overload, int] = {}
     calls: dict[Overload, Counter[Overload]] = {}
     callers: dict[Overload, list[Overload]] = {key: [] for key in bodies_of}
@@ -106,6 +112,12 @@ def _check_size(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
             waiting[caller] -= 1
             if not waiting[caller]:
                 ready.append(caller)
+    circle = [f"'{domain}::{name}'" for (domain, name, _), number in waiting.items() if number]
+    if circle:
+        raise DelayedInitializerValueError(
+            f"the functions that deliver or take delayed weights ({', '.join(circle[:3])}) cannot be inlined: "
+            "Cycle of calls"
+        )
     total = sum(size.get((n.domain, n.op_type, n.overload), 1) for n in iter_nodes(model.graph.node))
     if total > _MOST_NODES:
         raise DelayedInitializerValueError(

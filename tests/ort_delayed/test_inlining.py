@@ -315,7 +315,7 @@ CIRCLE = [
         (CIRCLE, node("F", [], ["y"], domain="local"), "Cycle"),
         ([layer()], node("Layer", ["x", "x"], ["y"], domain="local"), "cannot exceed"),
         ([layer()], node("Layer", ["x"], ["y", "z"], domain="local"), "cannot exceed"),
-        ([layer(), layer()], node("Layer", ["x"], ["y"], domain="local"), "multiple local functions"),
+        ([layer(), layer()], node("Layer", ["x"], ["y"], domain="local"), "twice"),
         ([layer(opset=13)], node("Layer", ["x"], ["y"], domain="local"), "incompatible opset versions"),
     ],
 )
@@ -332,8 +332,10 @@ def test_a_long_chain_of_functions_is_looked_through_at_once() -> None:
     functions = [calling(i, i - 1, min(i, 1)) for i in range(3000)][::-1]
     made = model([node("F2999", [], ["y"], domain="local")], [], Y, functions=functions)
     start = time.process_time()
-    with pytest.raises(DelayedInitializerValueError, match="cannot be inlined"):
-        inline_delayed_functions(made)
+    try:  # onnx's inliner refuses such a chain since 1.20
+        assert [n.op_type for n in inline_delayed_functions(made).graph.node].count("DelayedInitializer") == 1
+    except DelayedInitializerValueError as error:
+        assert "cannot be inlined" in str(error)
     assert time.process_time() - start < 10
 
 
