@@ -25,27 +25,18 @@ class OutsideDirectoryError(PermissionError):
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells a file from another and from itself rewritten: device, inode, bytes, times of last change (ns).
-
-    Attributes:
-        device: the device.
-        inode: the inode.
-        size: bytes.
-        mtime_ns: when the content was last written, which whoever writes it can set back.
-        ctime_ns: when anything about the file last changed, which nobody can; on Windows when it was created.
-    """
+    """What tells a file from another and from itself rewritten: device, inode, bytes, time of last change (ns)."""
 
     device: int
     inode: int
     size: int
     mtime_ns: int
-    ctime_ns: int = 0
 
     @classmethod
     def of(cls, fd_or_path: int | str) -> FileIdentity:
         """The identity of an open file descriptor, or of the file a path leads to now."""
         found = os.stat(fd_or_path)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def confining_directories(directory: str) -> tuple[str, ...]:

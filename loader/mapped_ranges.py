@@ -191,6 +191,4 @@ def _difference(expected: FileIdentity, found: FileIdentity) -> str:
         return "another file stands in its place"
     if expected.size != found.size:
         return f"it had {expected.size} bytes and has {found.size}"
-    if expected.mtime_ns != found.mtime_ns:
-        return "it was written to"
-    return "its contents, links or permissions changed, and its time of last change was kept or put back"
+    return "it was written to"
