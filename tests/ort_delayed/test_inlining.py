@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -332,10 +333,10 @@ def test_a_long_chain_of_functions_is_looked_through_at_once() -> None:
     functions = [calling(i, i - 1, min(i, 1)) for i in range(3000)][::-1]
     made = model([node("F2999", [], ["y"], domain="local")], [], Y, functions=functions)
     start = time.process_time()
-    try:  # onnx's inliner refuses such a chain since 1.20
-        assert [n.op_type for n in inline_delayed_functions(made).graph.node].count("DelayedInitializer") == 1
-    except DelayedInitializerValueError as error:
-        assert "cannot be inlined" in str(error)
+    deepest = pytest.raises(DelayedInitializerValueError, match="cannot be inlined")
+    # Up to onnx 1.19 the inliner takes such a chain.
+    with deepest if tuple(map(int, onnx.__version__.split(".")[:2])) > (1, 19) else contextlib.nullcontext():
+        inline_delayed_functions(made)
     assert time.process_time() - start < 10
 
 
