@@ -84,7 +84,7 @@ def _inlined(model: onnx.ModelProto, wanted: set[FunctionId]) -> onnx.ModelProto
 def _check_size(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
     """Refuse functions that grow beyond all bounds: each calling the next one twice, thirty of them make 2**30 nodes.
 
-    A circle of calls is refused as well: onnx's inliner before 1.20 dies of it.
+    A circle of calls is refused as well: onnx's inliner before 1.22 dies of it.
     """
     bodies_of = {(f.domain, f.name, f.overload): f.node for f in model.functions if (f.domain, f.name) in wanted}
     twice = Counter((f.domain, f.name, f.overload) for f in model.functions if (f.domain, f.name) in wanted)
