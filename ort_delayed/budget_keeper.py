@@ -215,6 +215,7 @@ class BudgetKeeper:
 
     def _check_construction(self, weights: PagedWeights) -> None:
         """Make the plan from what the session has taken, and refuse a session that does not fit."""
+        platform.release_free_memory()  # else what construction has freed would be taken for the session's
         session_bytes = max(self._use.now(), 0)
         self._replan(weights, session_bytes, 0)
         peak, how = self._construction.read()

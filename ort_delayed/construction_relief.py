@@ -8,7 +8,9 @@ other sessions', and may go at any moment (a collection of garbage ends a sessio
 one too): they are left alone.
 
 For a packed model each kernel packs its weight once more, into memory that cannot be given up. Pages that are not
-needed any more are therefore given up early: room for the largest weight is kept free all the time.
+needed any more are therefore given up early: room for the largest weight is kept free all the time. Afterwards that
+memory is freed, but the C library keeps blocks of such a size for later, one beside the other as they are freed in
+odd orders: it is told to let go of them.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class ConstructionRelief:
         self._paged: set[platform.FileMapping] = set()
 
     def relieve(self) -> None:
-        """Give up packed pages; if that does not do, reclaim raw ones."""
+        """Give up packed pages, and freed blocks that the C library keeps; if that does not do, reclaim raw pages."""
+        platform.release_free_memory()
         others = []
         mappings = platform.file_mappings(self._files.paths)
         self._before &= frozenset(mappings)  # what comes to stand where one has gone is this session's
