@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = ["open_checked", "read_at"]
@@ -19,6 +20,7 @@ __all__ += ["PageByPage", "give_up_pages"]
 __all__ += ["hold_alone", "processor_features", "reclaim_pages"]
 __all__ += [
     "give_back_pages",
+    "large_blocks_go_back",
     "peak_resident_bytes",
     "release_free_memory",
     "reset_peak_resident_bytes",
@@ -170,6 +172,35 @@ def release_free_memory() -> None:
     except (OSError, AttributeError):
         return
     trim(ctypes.c_size_t(0))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BLOCK = 1 << 20
+# What glibc's own adjusting comes to at most, and does come to in a process that frees weights (mallopt(3)).
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+
+
+@contextmanager
+def large_blocks_go_back() -> Iterator[None]:
+    """While this lasts, freed blocks of 1 MiB and more go back to the system at once, where glibc is the C library.
+
+    Otherwise it adjusts itself to blocks that are freed, and keeps such blocks in its heap; behind one small block that
+    is still in use that can be many. The setting is the process's; afterwards it is what glibc's adjusting comes to
+    in a process that has freed a block of 32 MiB, which cannot be told from what was before.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt if sys.platform == "linux" else None
+    except (OSError, AttributeError):
+        set_option = None
+    if set_option is None:
+        yield
+        return
+    set_option(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    try:
+        yield
+    finally:
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
 
 
 # --- Pages of file mappings that this process did not make itself ----------------------------------------------------

@@ -21,6 +21,7 @@ from ort_delayed.construction_options import building_in_place
 from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
+from ort_delayed.loader.platform import large_blocks_go_back
 from ort_delayed.memory_plan import MemoryPlan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
@@ -165,6 +166,9 @@ class BudgetKeeper:
         source, files = self._weights.source, self._weights.files
         # Mappings are told apart by what is new, so two constructions must not overlap.
         optimized = nullcontext() if source.packed is None else optimized_already(options)
+        # Each kernel packs its weight, looks whether the file has the same, and frees what it has packed. Up to ONNX
+        # Runtime 1.30 no thread can see to that memory, or to anything: the interpreter's lock is held meanwhile.
+        packing = large_blocks_go_back() if source.packed_ranges else nullcontext()
         in_place = building_in_place(
             options,
             prepacking=bool(source.packed),
@@ -172,7 +176,7 @@ class BudgetKeeper:
             are_private=self._options_are_private,
         )
         self._is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
-        with _one_construction, in_place, optimized:
+        with _one_construction, in_place, optimized, packing:
             before = frozenset(platform.file_mappings(files.paths))
 
             def cancel() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from subprocesses import run_snippet
 
 from ort_delayed.loader import platform
 
@@ -95,3 +96,35 @@ def test_reading_at_a_place(tmp_path: Path) -> None:
         assert platform.read_at(fd, memoryview(buffer), 99) == 0
     finally:
         os.close(fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc's")
+def test_large_blocks_go_back_when_they_are_freed() -> None:
+    """Blocks of 4 MiB, each with a small one behind it that stays in use, as kernels that pack their weights leave them."""
+    code = """
+    import ctypes
+    from contextlib import nullcontext
+    from ort_delayed.loader import platform
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    def kept(meanwhile):
+        with meanwhile:
+            before = platform.resident_bytes()
+            for i in range(12):
+                large = []
+                for _ in range(2):
+                    large.append(libc.malloc(4 << 20))
+                    ctypes.memset(large[-1], 1, 4 << 20)
+                    ctypes.memset(libc.malloc(100_000), 1, 100_000)  # never freed
+                for block in large:
+                    libc.free(block)
+            return platform.resident_bytes() - before >> 20
+    libc.free(libc.malloc(30 << 20))  # from here on glibc keeps blocks of up to 30 MiB
+    print(kept(nullcontext()), kept(platform.large_blocks_go_back()))
+    """
+    without, kept = map(int, run_snippet(code).split())
+    if without < 8:
+        pytest.skip("this C library keeps no large blocks")
+    assert kept <= 4
