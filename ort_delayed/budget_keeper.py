@@ -395,12 +395,17 @@ class BudgetKeeper:
                         self._relief.relieve()
                 used = self._use.now()
         if used > self.budget.max_bytes:
-            self._fail(used)
+            self._fail_unless_shared(used)
         distance = self._mark - used
         rate = _TOUCHED_PER_CORE * (os.cpu_count() or 1)
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
 
-    def _fail(self, used: int) -> None:
+    def _fail_unless_shared(self, used: int) -> None:
+        # Whose the pages are that came just now cannot be told: with other sessions' runs beside, all are bound together.
+        with self._lock:
+            beside = {key: size for run in self._runs.values() for key, size in run.peak.beside.items()}
+        if beside and self._use.with_others() <= self.budget.max_bytes + sum(beside.values()):
+            return
         what = self._operation
         self._end_runs(
             lambda: RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=used, operation=what)

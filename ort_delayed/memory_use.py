@@ -81,6 +81,10 @@ class MemoryUse:
         elsewhere = _mapped_elsewhere(self) - self._elsewhere if len(_all_uses) > 1 else 0
         return self.share_of(resident) - elsewhere
 
+    def with_others(self) -> int:
+        """Bytes that this session and those beside it have taken together, measured now."""
+        return self.share_of(_resident_bytes())
+
     def share_of(self, resident: int) -> int:
         """What of so many resident bytes stands above the baseline."""
         return resident - self.baseline

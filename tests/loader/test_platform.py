@@ -100,7 +100,7 @@ def test_reading_at_a_place(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc's")
 def test_large_blocks_go_back_when_they_are_freed() -> None:
-    """Blocks of 4 MiB, each with a small one behind it that stays in use, as kernels that pack their weights leave them."""
+    """Blocks of 4 MiB, each with a small one behind it that stays in use, as kernels that pack weights leave them."""
     code = """
     import ctypes
     from contextlib import nullcontext
