@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_delayed.loader.element_types import ElementType
-from ort_delayed.loader.files import open_weights
 from ort_delayed.loader.reading import ShortReadError, read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.buffers import BufferPool
+from ort_delayed.ops.run_files import weights_file
 
 __all__ = ["FilePayload", "HeldPayload", "PayloadSource", "read_payload"]
 
@@ -73,7 +73,7 @@ class FilePayload:
 
 
 def read_payload(
-    tensor: TensorOnDisk, within: Sequence[str] | None, lend: Callable[[int], npt.NDArray[np.uint8]]
+    tensor: TensorOnDisk, within: tuple[str, ...] | None, lend: Callable[[int], npt.NDArray[np.uint8]]
 ) -> npt.NDArray[np.generic]:
     """Read the tensor's bytes from its file and return them as a flat array of its elements.
 
@@ -81,12 +81,12 @@ def read_payload(
     claims to need may be no number of bytes that anybody has.
 
     Raises:
-        OSError, ShortReadError: as :func:`open_weights` and :func:`read_into` do.
+        OSError, ShortReadError: as :func:`weights_file` and :func:`read_into` do.
         MemoryError: as ``lend`` does.
     """
     dtype = tensor.element_type.dtype
     assert dtype is not None  # packed types never become payloads: the op's specification does not allow them
-    fd = open_weights(tensor.path, within=within)
+    fd, stays_open = weights_file(tensor.path, within)
     try:
         if tensor.nbytes > _ALWAYS_THERE_BYTES:
             held = max(0, os.fstat(fd).st_size - tensor.offset)
@@ -95,5 +95,6 @@ def read_payload(
         buffer = lend(tensor.nbytes)
         read_into(fd, buffer.data, tensor.offset)
     finally:
-        os.close(fd)
+        if not stays_open:
+            os.close(fd)
     return buffer.view(dtype)

@@ -401,7 +401,8 @@ class BudgetKeeper:
         return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
 
     def _fail_unless_shared(self, used: int) -> None:
-        # Whose the pages are that came just now cannot be told: with other sessions' runs beside, all are bound together.
+        # Whose the pages are that came just now cannot be told: with runs of other sessions beside, all are bound
+        # together.
         with self._lock:
             beside = {key: size for run in self._runs.values() for key, size in run.peak.beside.items()}
         if beside and self._use.with_others() <= self.budget.max_bytes + sum(beside.values()):

@@ -25,6 +25,7 @@ from ort_delayed.memory_report import MemoryReport
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.ops.run_files import files_stay_open
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.run_threads import RunThreads
 
@@ -174,7 +175,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         def run() -> None:
             message, results = "", []
             try:
-                with self._under_budget(own):
+                with self._under_budget(own), files_stay_open():
                     results = method(output_names, feed, run_options if own is None else own)
             except Exception as failed:
                 message = str(self._typed_error(str(failed)) or failed)
@@ -199,11 +200,13 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         own = self._own_run_options() if run_options is None else None
         given = arguments(run_options if own is None else own)
 
+        def call() -> Any:
+            with files_stay_open():
+                return method(*given)
+
         try:
             with self._under_budget(own):
-                return self._threads.call(
-                    lambda: method(*given), lambda at_exit: _terminate(own or (run_options if at_exit else None))
-                )
+                return self._threads.call(call, lambda at_exit: _terminate(own or (run_options if at_exit else None)))
         except Exception as failed:
             error = self._typed_error(str(failed))
             if error is None:
