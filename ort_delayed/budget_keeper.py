@@ -22,7 +22,7 @@ from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
 from ort_delayed.loader.platform import large_blocks_go_back
-from ort_delayed.memory_plan import MemoryPlan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
@@ -94,6 +94,7 @@ class BudgetKeeper:
         self._runs: dict[int, _Run] = {}
         self._turn = threading.Lock()
         self._turn_of: int | None = None  # the thread that asked for the run whose turn it is
+        self._delayed = DelayedBytes()
         self._plan: MemoryPlan | None = None
         self._is_built = False
         self._earlier: frozenset[platform.FileMapping] = frozenset()
@@ -137,6 +138,7 @@ class BudgetKeeper:
             self._is_built, self._earlier = False, self._weights.mappings
             self._weights.close()
         self._weights = weights
+        self._delayed = DelayedBytes.of(binding.sources())
         return prepared.model, prepared.external_directory
 
     def session_arguments(self, providers: Sequence[object] | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +248,7 @@ class BudgetKeeper:
             raise RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation=operation)
 
     def _replan(self, weights: PagedWeights, session_bytes: int, activations_bytes: int) -> None:
-        plan = self._plan = weights.replan(session_bytes, activations_bytes)
+        plan = self._plan = weights.replan(session_bytes, activations_bytes, self._delayed)
         # Where every group fits, a tick may fill memory up to the limit without waking the watcher.
         streams = any(group.nbytes > plan.room_bytes for group in plan.groups)
         self._mark = plan.budget_bytes - plan.headroom_bytes + (0 if streams else plan.headroom_bytes // 4)

@@ -8,14 +8,14 @@ part of the model stays and the rest streams through what is left of the budget.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ort_delayed.loader.budget import format_bytes
 from ort_delayed.ops.payloads import FilePayload, HeldPayload, PayloadSource
 from ort_delayed.use_order import WeightUse
 
 __all__ = ["HEADROOM_BYTES", "DelayedBytes", "MemoryPlan", "PlannedGroup", "PlannedWeight", "cut_into_groups"]
-__all__ += ["make_plan", "with_delayed"]
+__all__ += ["make_plan"]
 
 _MIB = 1 << 20
 HEADROOM_BYTES = 48 * _MIB
@@ -270,12 +270,3 @@ def make_plan(
         load_bytes=delayed.load_bytes,
         construction_bytes=construction_bytes,
     )
-
-
-def with_delayed(plan: MemoryPlan, delayed: DelayedBytes) -> MemoryPlan:
-    """A plan that was made without regard to delayed nodes, with what they need."""
-    more = max(delayed.load_bytes - plan.activations_bytes, 0)
-    whole = replace(plan, delayed_bytes_per_run=delayed.read_bytes, load_bytes=delayed.load_bytes)
-    fixed = plan.session_bytes + plan.activations_bytes + more
-    peak = max(fixed + min(plan.mapped_bytes, whole.room_bytes), plan.construction_bytes)
-    return replace(whole, predicted_peak_bytes=peak, least_budget_bytes=plan.least_budget_bytes + more)

@@ -10,7 +10,7 @@ from ort_delayed.budgeted_source import BudgetedSource, ModelNotSuitedError
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import format_bytes
 from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
-from ort_delayed.memory_plan import MemoryPlan, make_plan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
 from ort_delayed.pager import PagedGroup, PagedPiece, Pager
 
 __all__ = ["PagedWeights"]
@@ -123,8 +123,12 @@ class PagedWeights:
                 "(ort_delayed.pack_model), or use a lower graph_optimization_level"
             )
 
-    def replan(self, session_bytes: int, activations_bytes: int) -> MemoryPlan:
-        """Make the plan for what has been measured, and let the pager keep to it."""
+    def replan(self, session_bytes: int, activations_bytes: int, delayed: DelayedBytes) -> MemoryPlan:
+        """Make the plan for what has been measured, and let the pager keep to it.
+
+        Memory that a delayed weight is loaded into comes between two ticks, where the pager cannot make room for it:
+        so much is left free all the time.
+        """
         plan = make_plan(
             budget_bytes=self._budget,
             session_bytes=session_bytes,
@@ -132,11 +136,12 @@ class PagedWeights:
             groups=self.source.groups,
             weights=self.source.weights,
             can_map_by_page=self.by_page.works,
+            delayed=delayed,
         )
         for name in plan.by_page:
             for piece in self._not_by_page.pop(name, ()):
                 self.by_page.add(piece.address, piece.nbytes)
-        limit = plan.budget_bytes - plan.headroom_bytes
+        limit = max(plan.budget_bytes - plan.headroom_bytes - plan.load_bytes, 0)
         self.pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
         return plan
 

@@ -20,7 +20,7 @@ from ort_delayed.kernel_nodes import GUARD_MARK
 from ort_delayed.library import check_options, register_custom_ops
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
-from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, with_delayed
+from ort_delayed.memory_plan import MemoryPlan
 from ort_delayed.memory_report import MemoryReport
 from ort_delayed.model_source import external_directory, leave_external_directory, prepare_source
 from ort_delayed.ops.errors import DelayedInitializerError
@@ -116,9 +116,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What stays in memory and what streams, printable; None without a budget."""
-        if self._budget is None or self._binding is None:
-            return None
-        return with_delayed(self._budget.plan, DelayedBytes.of(self._binding.sources()))
+        return None if self._budget is None or self._binding is None else self._budget.plan
 
     @property
     def memory_report(self) -> MemoryReport | None:

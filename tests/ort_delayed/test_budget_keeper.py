@@ -20,6 +20,7 @@ import ort_delayed
 from ort_delayed.budgeted_source import ModelNotSuitedError
 from ort_delayed.loader import platform
 from ort_delayed.loader.mapped_ranges import MappedFileChanged
+from ort_delayed.ops import make_node
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a session keeps to a budget on Linux only")
 BUDGET = 40 * MIB
@@ -751,3 +752,36 @@ def test_a_session_with_options_of_its_own_prints_nothing(chain: str, tmp_path: 
     redirect = "import os\nos.dup2(os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY), 2)\n"
     run_snippet(redirect + QUIET, chain, tmp_path / "errors")
     assert (tmp_path / "errors").read_text() == ""
+
+
+def test_what_a_delayed_weight_is_loaded_into_has_room_in_the_plan(chain: str, tmp_path: Path) -> None:
+    """A ``file`` payload of 12 MiB is read into a buffer, of which ONNX Runtime takes a copy: 24 MiB at once."""
+    model = onnx.load(chain, load_external_data=False)
+    (tmp_path / "late.bin").write_bytes(bytes(12 * MIB))
+    late = make_node(
+        "late", filename=str(tmp_path / "late.bin"), offset=0, dtype=1, shape=[3 * MIB], load_device="file"
+    )
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                shutil.copy(os.path.join(os.path.dirname(chain), entry.value), tmp_path)
+                break
+    last = model.graph.node[-1].output[0]
+    total = onnx.helper.make_node("ReduceSum", ["late"], ["sum"], keepdims=0)
+    added = onnx.helper.make_node("Add", [last, "sum"], ["y_and_late"])
+    model.graph.node.extend([late, total, added])
+    model.graph.output[0].name = "y_and_late"
+    model.opset_import.append(onnx.helper.make_opsetid("ai.rt", 1))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ort_delayed.RamBudgetExceeded, match="constructing"):
+        session_of(str(tmp_path / "model.onnx"), 22 * MIB)
+    session = session_of(str(tmp_path / "model.onnx"), 80 * MIB)
+    for _ in range(3):
+        assert session.run(None, feed(chain))[0].tobytes() == plain(chain)
+    plan, report = session.memory_plan, session.memory_report
+    assert plan is not None
+    assert report is not None
+    assert plan.load_bytes == 24 * MIB
+    assert plan.room_bytes <= 80 * MIB - 24 * MIB
+    assert report.last_run is not None
+    assert report.last_run.reliefs == 0  # the pager had made room before
