@@ -23,6 +23,9 @@ __all__ = ["INLINE_LIMIT_BYTES", "check_ranges", "external_initializers", "iter_
 INLINE_LIMIT_BYTES = 1024
 """Inline initializers below this size (shapes, axes, scalars) are left to the graph, larger ones are refused."""
 
+# A graph rarely takes more; weights do.
+_LARGE_MODEL_FILE_BYTES = 4 << 20
+
 
 def read_onnx_model(
     path: str, *, within: Sequence[str] | None = None, probe: PeakRamProbe | None = None
@@ -37,7 +40,13 @@ def read_onnx_model(
     reading = f"reading the ONNX model '{path}'"
     with opened_shard(path, within=within) as (fd, identity):
         if probe is not None:
-            probe.reserve(identity.size, reading)
+            remedy = ""
+            if identity.size >= _LARGE_MODEL_FILE_BYTES:
+                remedy = (
+                    f", a file of {format_bytes(identity.size)} (inline weights cannot be streamed: save them as "
+                    "external data first, onnx.save_model(model, path, save_as_external_data=True))"
+                )
+            probe.reserve(identity.size, reading + remedy)
         content = bytearray(identity.size)
         read_into(fd, memoryview(content), 0)
     try:

@@ -163,6 +163,13 @@ def test_a_model_is_reserved_before_it_is_read_and_checked_after(tmp_path: Path)
     assert caught.value.observed_bytes == 5000
 
 
+def test_a_large_model_file_that_does_not_fit_is_told_what_to_do(tmp_path: Path) -> None:
+    weight = numpy_helper.from_array(np.zeros((1024, 1025), np.float32), "w")
+    path = save_graph(tmp_path / "m.onnx", [weight])
+    with PeakRamProbe(1 << 20) as probe, pytest.raises(RamBudgetExceeded, match="save them as external data first"):
+        read_onnx_model(str(path), probe=probe)
+
+
 def test_ranges_are_inside_their_files(tmp_path: Path) -> None:
     tensors = discover(save_onnx(tmp_path / "m.onnx", {"a": bits("int8", (2,)), "b": bits("int8", (3,))}))
     data = tmp_path / "weights.bin"
