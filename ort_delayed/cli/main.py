@@ -18,6 +18,7 @@ from ort_delayed.cli import (
     run_command,
     stream_command,
 )
+from ort_delayed.cli.completion import PrintCompletion
 from ort_delayed.cli.errors import CommandError, UsageError, message_of
 
 __all__ = ["build_parser", "main"]
@@ -69,6 +70,11 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        help="print a completion script for bash, zsh or tcsh and exit (extra cli)",
+    )
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
