@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ort_delayed.cli.paths import directory
 from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.sizes import counted, size_text
 
@@ -27,7 +28,10 @@ def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="MODEL|WEIGHTS", help="an .onnx model, a .safetensors file, index, directory")
     parser.add_argument(
-        "--weights-dir", metavar="DIR", help="a fault is also a delayed node's file outside of this directory"
+        "--weights-dir",
+        metavar="DIR",
+        type=directory,
+        help="a fault is also a delayed node's file outside of this directory",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ort_delayed.cli.paths import directory
 from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.sizes import add_ram_argument, size_text
 
@@ -28,7 +29,9 @@ def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="the model file")
     add_ram_argument(parser, required=True, what="the budget: resident memory that the session may add, such as 512MiB")
-    parser.add_argument("--weights-dir", metavar="DIR", help="confine the model's files to this directory")
+    parser.add_argument(
+        "--weights-dir", metavar="DIR", type=directory, help="confine the model's files to this directory"
+    )
     parser.add_argument("--groups", action="store_true", help="list what is used when")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ort_delayed.cli.errors import UsageError
+from ort_delayed.cli.paths import directory
 from ort_delayed.cli.printing import Table, print_json, print_table
 from ort_delayed.cli.sizes import add_ram_argument, counted, size_text
 
@@ -32,7 +33,9 @@ def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="the model file: plain, converted or packed")
     add_ram_argument(parser, required=False, what="a RAM budget for session and runs, such as 256MiB")
-    parser.add_argument("--weights-dir", metavar="DIR", help="confine the model's files to this directory")
+    parser.add_argument(
+        "--weights-dir", metavar="DIR", type=directory, help="confine the model's files to this directory"
+    )
     inputs = parser.add_mutually_exclusive_group()
     inputs.add_argument("--feeds", metavar="FEEDS.npz", help="the inputs, an array for each (numpy.savez)")
     inputs.add_argument(

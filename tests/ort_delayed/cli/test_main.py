@@ -72,6 +72,16 @@ def test_version(command):
 
 
 @pytest.mark.parametrize(
+    "arguments", [("check", "model.onnx"), ("plan", "model.onnx", "--ram", "1GB"), ("run", "model.onnx", "--random")]
+)
+def test_a_mistyped_weights_dir_confines_nothing_and_is_refused(command, arguments):
+    for mistyped, said in (("nope", "does not exist"), ("model.onnx", "is not a directory")):
+        status, _, err = command(*arguments, "--weights-dir", mistyped)
+        assert status == 2
+        assert f"'{mistyped}' {said}" in err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         (),
