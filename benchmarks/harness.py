@@ -211,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about_this_run(given.plan, bench.rows, seconds), about_this_machine(), about_versions(), tuple(bench.rows)
     )
     if given.results:
+        given.results.parent.mkdir(parents=True, exist_ok=True)
         record.save(given.results)
     for text in (*bench.notes, describe(record)):
         print(text)
