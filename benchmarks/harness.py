@@ -55,7 +55,7 @@ class Bench:
         self._cache = PageCache()
         self._prepared: dict[str, Prepared] = {}
         self._started = time.monotonic()
-        self._throw_away = throw_away_forms({case.way.form for case in self.plan.cases}, self.directory)
+        self._throw_away: Prepared | None = None
 
     def run(self) -> None:
         """Measure all cases, group by group, and print a table for each."""
@@ -101,7 +101,7 @@ class Bench:
     def _measure(self, group: Sequence[Case], prepared: Prepared, seconds: float) -> list[Row]:
         """Rounds over a group's cases; after the first only those that fit into ``seconds``."""
         samples: dict[str, list[dict[str, Any]]] = {case.way.name: [] for case in group}
-        refused = dict.fromkeys(samples, 0)
+        refused, errors = dict.fromkeys(samples, 0), dict.fromkeys(samples, "")
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="outputs-", dir=self.directory) as outputs:
             # The ending is numpy's own: it would be appended.
@@ -112,10 +112,16 @@ class Bench:
                     break
                 for case in group:
                     name = case.way.name
-                    if refused[name] < _ATTEMPTS:
+                    if refused[name] >= _ATTEMPTS or errors[name]:
+                        continue
+                    try:
                         taken, again = self._sample(case, prepared, saved[name], _ATTEMPTS - refused[name])
-                        refused[name] += again
-                        samples[name] += taken
+                    except FreshProcessError as error:
+                        # The other cases are worth measuring all the same.
+                        errors[name] = str(error).strip().splitlines()[-1]
+                        continue
+                    refused[name] += again
+                    samples[name] += taken
             rows = [
                 Row(
                     *(case.model.name, case.size, case.cache, case.way.name, case.way.reference),
@@ -124,6 +130,7 @@ class Bench:
                     limit=case.limit.bytes(prepared.sizes) if case.limit else None,
                     samples=tuple(samples[case.way.name]),
                     refused=refused[case.way.name],
+                    error=errors[case.way.name],
                 )
                 for case in group
             ]
@@ -132,6 +139,8 @@ class Bench:
     def _sample(self, case: Case, prepared: Prepared, outputs: str, attempts: int) -> tuple[list[dict[str, Any]], int]:
         """One sample, and how many processes were refused their budget before (a busy machine can be the reason)."""
         form = case.way.form
+        if self._throw_away is None:
+            self._throw_away = throw_away_forms({c.way.form for c in self.plan.cases}, self.directory)
         for refused in range(attempts):
             self._cache.prepare(prepared.files(form), case.cache)
             try:

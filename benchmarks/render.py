@@ -72,7 +72,7 @@ def table(record: Record, model: str, size: int, cache: str) -> str:
     lines.append("|---" + "|---:" * 7 + "|---|")
     for row in rows:
         if row.way not in summaries:
-            lines.append(f"| {row.way} | refused" + " |" * 8)
+            lines.append(f"| {row.way} | {'failed' if row.error else 'refused'}" + " |" * 8)
             continue
         own = summaries[row.way]
         low, high = own.quartiles

@@ -25,7 +25,7 @@ def format_group(rows: Sequence[Row], *, times: bool) -> str:
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit / MIB:.0f}"
         if row.way not in summaries:
-            cells.append([row.way, "refused", limit, *[""] * (len(headers) - 3)])
+            cells.append([row.way, "failed" if row.error else "refused", limit, *[""] * (len(headers) - 3)])
             continue
         own = summaries[row.way]
         peak = f"{own.peak / MIB:.1f}" + ("" if own.cache_verified else " !")
@@ -37,6 +37,7 @@ def format_group(rows: Sequence[Row], *, times: bool) -> str:
         if row.way in summaries and not summaries[row.way].cache_verified
     ]
     notes += [f"{row.way}: {row.refused} processes refused, budget not kept" for row in rows if row.refused]
+    notes += [f"{row.way}: {row.error}" for row in rows if row.error]
     return "\n".join([format_table(headers, cells), *notes])
 
 
@@ -78,9 +79,11 @@ def failures(rows: Sequence[Row]) -> list[str]:
     found = []
     for row in rows:
         name = f"{row.model}, {row.size}, {row.cache}, {row.way}"
+        if row.error:
+            found.append(f"{name}: {row.error}")
+        elif not row.samples and row.limit is not None:
+            found.append(f"{name}: refused {row.refused} times, its budget was not kept")
         if not row.samples:
-            if row.limit is not None:
-                found.append(f"{name}: refused {row.refused} times, its budget was not kept")
             continue
         peak = max(s["peak"] for s in row.samples)
         if row.limit is not None and peak > row.limit:

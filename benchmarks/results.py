@@ -39,6 +39,7 @@ class Row:
         limit: what the peak was held against, in bytes, None for nothing.
         samples: what each fresh process measured.
         refused: how many further processes ended with RamBudgetExceeded.
+        error: why a process failed otherwise, empty if none did.
         agreement: how outputs compare: ``"same bytes"``, ``"close"``, ``"differ"``, or empty where nothing is compared.
         difference: the largest difference between two numbers of the outputs.
     """
@@ -53,6 +54,7 @@ class Row:
     limit: int | None
     samples: tuple[dict[str, Any], ...]
     refused: int = 0
+    error: str = ""
     agreement: str = ""
     difference: float = 0.0
 

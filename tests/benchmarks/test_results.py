@@ -59,9 +59,12 @@ def test_what_was_promised_and_did_not_hold_is_a_failure() -> None:
         row("wrong", sample(), agreement="differ", difference=0.5),
         row("refused", limit=mib, refused=5),
         row("another library, refused", refused=5),
+        row("failed", error="ValueError: on purpose"),
     ]
     found = failures(rows)
-    assert [text.split(":")[0] for text in found] == [f"m, 1, warm, {way}" for way in ("large", "wrong", "refused")]
+    assert [text.split(":")[0] for text in found] == [
+        f"m, 1, warm, {way}" for way in ("large", "wrong", "refused", "failed")
+    ]
     assert "2.0 MiB, at most 1.0" in found[0]
 
 
