@@ -17,7 +17,7 @@ from ort_delayed.clock import install_clock, possible_paces, possible_ticks
 from ort_delayed.loader.budget import RamBudget, format_bytes
 from ort_delayed.loader.external_data import external_tensor, has_external_data, set_external_data
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
-from ort_delayed.memory_plan import PlannedWeight, cut_into_groups
+from ort_delayed.memory_plan import PlannedWeight, cut_into_groups, sizes_of_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.packed_source import accept_packed, read_ranges
@@ -29,8 +29,6 @@ __all__ = ["BudgetedSource", "ModelNotSuitedError", "prepare_budgeted"]
 
 # Smaller weights are not worth a system call: they stay once they have been read.
 _LEAST_MAPPED_BYTES = 64 << 10
-# A stretch of more than this (or than a part of the budget) gets ticks even where it has no small weights.
-_LEAST_PACED_BYTES = 16 << 20
 # ONNX Runtime gets what is inline as bytes, parses them, and makes tensors of them.
 _COPIES_OF_INLINE = 4
 # ConstantFolding computes what hangs on weights alone (a Transpose, a Cast) once, and keeps the result in memory
@@ -145,8 +143,7 @@ def _prepared(
         uses, tensors, packed_ranges = read.uses, dict(read.ranges), read.packed
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
-    least_bytes = max(1 << 20, budget.max_bytes // 64)
-    most_bytes = max(_LEAST_PACED_BYTES, budget.max_bytes // 6)
+    least_bytes, most_bytes = sizes_of_groups(budget.max_bytes, sum(mapped.values()))
     # A weight that goes through a Reshape is no constant any more, and only those are taken packed.
     paces = set() if packed else possible_paces(model.graph)
     groups = cut_into_groups(uses, mapped, possible, paces, least_bytes=least_bytes, most_bytes=most_bytes)

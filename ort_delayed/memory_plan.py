@@ -15,7 +15,7 @@ from ort_delayed.ops.payloads import FilePayload, HeldPayload, PayloadSource
 from ort_delayed.use_order import WeightUse
 
 __all__ = ["HEADROOM_BYTES", "DelayedBytes", "MemoryPlan", "PlannedGroup", "PlannedWeight", "cut_into_groups"]
-__all__ += ["make_plan"]
+__all__ += ["make_plan", "sizes_of_groups"]
 
 _MIB = 1 << 20
 HEADROOM_BYTES = 48 * _MIB
@@ -25,6 +25,10 @@ _LEAST_HEADROOM_BYTES = 4 * _MIB
 _BY_PAGE_HEADROOM_BYTES = 32 * _MIB
 # Groups of less are joined: a tick costs some 20 us, in which a core reads a quarter of this.
 _LEAST_GROUP_BYTES = _MIB
+# A stretch of more than this (or than a part of the budget) gets ticks even where it has no small weights.
+_LEAST_PACED_BYTES = 16 * _MIB
+# A first guess at what the session and the headroom take, before anything is known.
+_TAKEN_FIRST_BYTES = 48 * _MIB
 # Inside a group that streams, more than its largest weight: what is touched until the next poll.
 _WINDOW_SLACK_BYTES = 16 * _MIB
 
@@ -163,6 +167,22 @@ class MemoryPlan:
             )
             lines.append(f"{number:>4}  {format_bytes(group.nbytes):>12}  at {group.tick or 'the start'}: {shown}")
         return "\n".join(lines)
+
+
+def sizes_of_groups(budget_bytes: int, mapped_bytes: int) -> tuple[int, int]:
+    """From which size on a group may end at a tick, and above which one is made by pacing a weight, in bytes.
+
+    Small groups waste little memory: room for the coming one has to be made while all of the present one is resident,
+    so a run gives up one group more than the budget forces. But a tick that comes after megabytes of weights finds
+    every cache cold and takes some 0.3 ms, most of it on the way into Python (``benchmarks/budgets.py``, tick): so
+    there are no more than keep the waste below a twelfth, and only four where everything is expected to fit.
+    """
+    room = max(budget_bytes - _TAKEN_FIRST_BYTES, budget_bytes // 4 * 3)
+    paced = max(_LEAST_PACED_BYTES, budget_bytes // 6)
+    if mapped_bytes <= room:
+        quarter = max(mapped_bytes // 4, _LEAST_GROUP_BYTES)
+        return quarter, max(quarter, paced)
+    return max(min((mapped_bytes - room) // 12, room // 8), _LEAST_GROUP_BYTES), paced
 
 
 def cut_into_groups(

@@ -80,6 +80,8 @@ class Pager:
             for piece in group.pieces:
                 self._uses[piece].append(number)
         self._group = 0
+        self._whole = sum(p.nbytes for p in pieces if not p.by_rows)
+        self._fits = False
         self._streamed = False  # whether pieces of the present group were given up while it was used
         self._closed = False
 
@@ -104,6 +106,7 @@ class Pager:
             self._limit = limit_bytes
             self._groups = tuple(PagedGroup(g.pieces, window) for g, window in zip(self._groups, windows, strict=True))
             self._stays = frozenset(self._first_pieces(stays_bytes))
+            self._fits = stays_bytes >= self._whole
 
     def begin(self) -> None:
         """A run begins: make room for its first group."""
@@ -115,7 +118,10 @@ class Pager:
         """A run has come to ``group``: make room for it."""
         with self._lock:
             self.counts.ticks += 1
-            self._enter(group)
+            if self._fits and self._resident_bytes == self._whole:
+                self._group = group  # nothing to make room for, and nothing to measure that would change that
+            else:
+                self._enter(group)
 
     def relieve(self, mark_bytes: int) -> int:
         """Give up pages until less than ``mark_bytes`` are in use, and say how many are.

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ort_delayed.memory_plan import HEADROOM_BYTES, MemoryPlan, PlannedWeight, cut_into_groups, make_plan
+from ort_delayed.memory_plan import (
+    HEADROOM_BYTES,
+    MemoryPlan,
+    PlannedWeight,
+    cut_into_groups,
+    make_plan,
+    sizes_of_groups,
+)
 from ort_delayed.use_order import WeightUse
 
 MIB = 1 << 20
@@ -41,6 +48,19 @@ def test_small_groups_are_joined() -> None:
         uses("t1", "a", "t2", "b", "t3", "c"), dict.fromkeys("abc", MIB), {"t1", "t2", "t3"}, least_bytes=2 * MIB
     )
     assert found == ((None, ()), ("t1", ("a", "b")), ("t3", ("c",)))
+
+
+def test_groups_are_as_large_as_the_waste_allows() -> None:
+    gib = 1 << 30
+    # Everything fits: four ticks are enough.
+    assert sizes_of_groups(2 * gib, gib)[0] == gib // 4
+    for budget in (gib // 10, gib // 4, gib // 2, gib * 3 // 4, gib):
+        least, most = sizes_of_groups(budget, gib)
+        room = max(budget - 48 * MIB, budget * 3 // 4)
+        assert MIB <= least <= max(MIB, room // 8)
+        assert least <= max(MIB, (gib - room) // 12)
+        assert most >= budget // 6
+    assert sizes_of_groups(8 * MIB, 64 << 10)[0] == MIB  # not less than what a tick is worth
 
 
 def test_a_long_stretch_is_paced_by_its_own_weights() -> None:

@@ -56,6 +56,30 @@ def test_with_room_for_everything_nothing_is_given_up() -> None:
     assert memory.pager.counts.dropped_bytes == 0
 
 
+def test_once_everything_is_there_a_tick_does_not_measure() -> None:
+    memory = Memory([[0], [1], [2]], [10, 10, 10], limit=40)
+    memory.pager.set_limit(40, 30, [10, 10, 10])
+    measured = 0
+
+    def used() -> int:
+        nonlocal measured
+        measured += 1
+        return Memory.used(memory)
+
+    memory.pager._used_bytes = used
+    memory.run()
+    assert measured == 3
+    memory.run()
+    assert measured == 4  # at the beginning of the run
+    # Something else has grown: the watcher makes room, and from then on ticks look again.
+    memory.other = 15
+    memory.pager.relieve(40)
+    measured, memory.highest = 0, 0
+    memory.run()
+    assert measured == 3
+    assert memory.highest <= 40
+
+
 def test_a_fixed_part_stays_and_the_rest_streams() -> None:
     memory = Memory([[p] for p in range(10)], [10] * 10, limit=50)
     for _ in range(4):
