@@ -1,9 +1,10 @@
-"""Draws the frontier: budget against time per run, from the rows that budgets.py or harness.py writes with --results.
+"""Draws the frontier: budget against time per run, from the rows that a benchmark writes with --results.
 
-    python benchmarks/budgets.py --results rows.json && python benchmarks/frontier.py rows.json frontier.svg
+    python benchmarks/budgets.py --results mapped.json && python benchmarks/packing.py --results packed.json
+    python benchmarks/frontier.py mapped.json packed.json docs/frontier.svg
 
-Sessions under a budget are drawn over plain ONNX Runtime with prepacking disabled, packed ones (which only harness.py
-measures beside the others) over default ONNX Runtime: each over what computes the same.
+Records of harness.py do as well. Sessions under a budget are drawn over plain ONNX Runtime with prepacking disabled,
+packed ones (dashed) over default ONNX Runtime: each over what computes the same.
 
 Prints the same as a Markdown table. The picture is plain SVG, so that drawing it needs nothing else.
 """
@@ -22,7 +23,18 @@ __all__ = ["markdown_table", "picture", "recorded_rows"]
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 190, 30, 50
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#7f7f7f")
+_COLOURS = (
+    "#1f77b4",
+    "#d62728",
+    "#2ca02c",
+    "#9467bd",
+    "#ff7f0e",
+    "#17becf",
+    "#8c564b",
+    "#e377c2",
+    "#bcbd22",
+    "#111111",
+)
 _FONT = 'font-family="sans-serif" font-size="12"'
 
 Row = Mapping[str, Any]
@@ -97,8 +109,9 @@ def picture(rows: Sequence[Row]) -> str:
     out.append(f'<text x="{x(right / 2)}" y="{_HEIGHT - 10}" text-anchor="middle">RAM budget, of the weights</text>')
     for number, (name, points) in enumerate(found.items()):
         colour = _COLOURS[number % len(_COLOURS)]
+        dashes = ' stroke-dasharray="6 4"' if "packed" in name else ""
         places = " ".join(f"{x(p):.1f},{y(over):.1f}" for p, over, _ in sorted(points))
-        out.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         out += [f'<circle cx="{x(p):.1f}" cy="{y(over):.1f}" r="3" fill="{colour}"/>' for p, over, _ in points]
         height = _TOP + 16 + number * 18
         out.append(f'<rect x="{_WIDTH - _RIGHT + 15}" y="{height - 9}" width="12" height="10" fill="{colour}"/>')
@@ -107,13 +120,17 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Draw what the first argument holds into the second."""
-    path = Path(sys.argv[1])
-    found = json.loads(path.read_text())
-    rows = recorded_rows(Record.load(path)) if "machine" in found else found["rows"]
-    Path(sys.argv[2]).write_text(picture(rows))
+    """Draw what the first arguments hold into the last."""
+    *sources, target = sys.argv[1:]
+    rows = [row for source in sources for row in _rows_of(Path(source))]
+    Path(target).write_text(picture(rows))
     print(markdown_table(rows))
     return 0
+
+
+def _rows_of(path: Path) -> list[Row]:
+    found = json.loads(path.read_text())
+    return list(recorded_rows(Record.load(path)) if "machine" in found else found["rows"])
 
 
 if __name__ == "__main__":

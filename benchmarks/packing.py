@@ -12,6 +12,7 @@ memory control group start cold.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import time
@@ -52,6 +53,7 @@ class Bench:
     runs: int
     percents: Sequence[int]
     figures: list[Figure] = field(default_factory=list)
+    rows: list[dict[str, object]] = field(default_factory=list)
     refused: int = 0
 
     def row(self, **arguments: object) -> Result:
@@ -112,6 +114,10 @@ def budgets(bench: Bench) -> None:
         found = interleaved(rows, rounds=bench.rounds)
         print(f"{_table(size, found, amounts)}\n", flush=True)
         _keep_promises(bench, size, found, amounts)
+        percents = {"default": 0} | dict(zip(amounts, bench.percents, strict=True))
+        for name, percent in percents.items():
+            row = {"model": "decoder packed", "size": size, "percent": percent, "budget": amounts.get(name, 0)}
+            bench.rows.append({**row, "total": bench.total, **found[name]})
 
 
 def _table(size: int, found: Mapping[str, Result], amounts: Mapping[str, int]) -> str:
@@ -227,6 +233,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=7, help="timed runs per process (default 7)")
     parser.add_argument("--percents", nargs="+", type=int, default=(25, 50, 110), help="budgets (default 25 50 110)")
     parser.add_argument("--directory", type=Path, default=model_makers.CACHE, help="where models are kept (5 GB)")
+    parser.add_argument("--results", type=Path, help="a JSON file for the rows, which frontier.py draws")
     parser.add_argument("--keep", action="store_true", help="take the packed model of an earlier invocation")
     parser.add_argument("--small", action="store_true", help="a tiny model: shows that the script works, no more")
     given = parser.parse_args()
@@ -242,6 +249,8 @@ def main() -> int:
     print(format_table(["figure", "measured", "promised", ""], [f.cells() for f in bench.figures]))
     print(f"\nonnxruntime {onnxruntime.__version__}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}.")
     print(f"{given.rounds} fresh processes a row, in turn; peak, worst of them: {peak_method()}.")
+    if given.results:
+        given.results.write_text(json.dumps({"rows": bench.rows}, indent=1))
     return 0 if all(f.met for f in bench.figures) else 1
 
 
