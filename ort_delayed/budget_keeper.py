@@ -36,8 +36,9 @@ __all__ = ["BudgetKeeper"]
 
 _MIB = 1 << 20
 _SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
-# What one core can touch in a second of pages that are in the page cache; with it goes how often the watcher looks.
-_TOUCHED_PER_CORE = 15 << 30
+# How fast memory can grow, per core and second; with it goes how often the watcher looks. Pages of weights come as fast
+# as a core reads. Pages of activations must be cleared first.
+_READ_PER_CORE, _CLEARED_PER_CORE = 15 << 30, 4 << 30
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
 _one_construction = threading.Lock()
@@ -97,6 +98,7 @@ class BudgetKeeper:
         self._delayed = DelayedBytes()
         self._plan: MemoryPlan | None = None
         self._is_built = False
+        self._is_paced = False
         self._earlier: frozenset[platform.FileMapping] = frozenset()
         self._relief: ConstructionRelief | None = None
         self._building_lock = threading.Lock()
@@ -250,8 +252,8 @@ class BudgetKeeper:
     def _replan(self, weights: PagedWeights, session_bytes: int, activations_bytes: int) -> None:
         plan = self._plan = weights.replan(session_bytes, activations_bytes, self._delayed)
         # Where every group fits, a tick may fill memory up to the limit without waking the watcher.
-        streams = any(group.nbytes > plan.room_bytes for group in plan.groups)
-        self._mark = plan.budget_bytes - plan.headroom_bytes + (0 if streams else plan.headroom_bytes // 4)
+        self._is_paced = all(group.nbytes <= plan.room_bytes for group in plan.groups)
+        self._mark = plan.budget_bytes - plan.headroom_bytes + (plan.headroom_bytes // 4 if self._is_paced else 0)
 
     @staticmethod
     def configure_run(options: onnxruntime.RunOptions) -> None:
@@ -398,9 +400,14 @@ class BudgetKeeper:
                 used = self._use.now()
         if used > self.budget.max_bytes:
             self._fail_unless_shared(used)
-        distance = self._mark - used
-        rate = _TOUCHED_PER_CORE * (os.cpu_count() or 1)
-        return min(max(distance / rate, _SHORTEST_SLEEP), _LONGEST_SLEEP)
+        # Where every group fits, room for its weights was made at the tick: only activations can come as a surprise.
+        # A look takes time from a core that computes, so it is not taken more often than that demands.
+        distance, rate = (
+            (self.budget.max_bytes - used, _CLEARED_PER_CORE)
+            if self._is_built and self._is_paced
+            else (self._mark - used, _READ_PER_CORE)
+        )
+        return min(max(distance / (rate * (os.cpu_count() or 1)), _SHORTEST_SLEEP), _LONGEST_SLEEP)
 
     def _fail_unless_shared(self, used: int) -> None:
         # Whose the pages are that came just now cannot be told: with runs of other sessions beside, all are bound
