@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import SupportsIndex
 
 __all__ = ["RamBudget", "RamBudgetExceeded", "RamProbeUnavailable", "format_bytes"]
 
 _MIB = 1 << 20
 _HARDLY_MEANT_BYTES = 64 << 10
+_MOST_BYTES = 2**63 - 1
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": _MIB, "gib": 1 << 30, "tib": 1 << 40}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([A-Za-z]*)", re.ASCII)
@@ -88,7 +89,8 @@ class RamBudget:
     @classmethod
     def from_mib(cls, max_mib: float) -> RamBudget:
         """A budget of ``max_mib`` mebibytes (2**20 bytes), rounded down to bytes."""
-        if isinstance(max_mib, bool) or not math.isfinite(max_mib) or max_mib <= 0:
+        # NaN and infinity do not pass, nor do integers that no float can be as large as.
+        if isinstance(max_mib, bool) or not 0 < max_mib <= _MOST_BYTES:
             raise ValueError(f"a RAM budget must be a positive number of MiB, found {max_mib!r}")
         return cls(int(max_mib * _MIB))
 
@@ -108,7 +110,7 @@ class RamBudget:
         unit = _UNITS.get(found[2].lower()) if found else None
         if found is None or unit is None:
             raise ValueError(f"a RAM budget is an amount such as '192MiB', '1.5GB' or '1000000' bytes, found {text!r}")
-        return cls(int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit)
+        return cls(int(Fraction(found[1]) * unit))
 
 
 def _whole(value: SupportsIndex | float, unit: str) -> int:
@@ -120,6 +122,8 @@ def _whole(value: SupportsIndex | float, unit: str) -> int:
             whole = operator.index(value)
         except TypeError:
             whole = None
+    if whole is not None and whole > _MOST_BYTES:
+        raise ValueError(f"a RAM budget must be less than 2**63 {unit}, more than any machine has")
     if whole is None or whole <= 0:
         advice = "; RamBudget.parse takes a text, RamBudget.from_mib a number of MiB" if isinstance(value, str) else ""
         raise ValueError(f"a RAM budget must be a positive whole number of {unit}, found {value!r}{advice}")

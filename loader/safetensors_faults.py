@@ -53,7 +53,7 @@ def _header(fd: int, length: int) -> dict[str, tuple[int, int]] | None:
         read_into(fd, memoryview(text), 8)
         entries = json.loads(text)
         return {name: _range(entry) for name, entry in entries.items() if name != "__metadata__"}
-    except (ShortReadError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ShortReadError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -36,6 +36,14 @@ def test_other_mebibytes_are_refused(value: float) -> None:
         RamBudget.from_mib(value)
 
 
+@pytest.mark.parametrize("value", [2**63, 10**400])
+def test_more_than_any_machine_has_is_no_budget(value: int) -> None:
+    assert RamBudget(2**63 - 1).max_bytes == 2**63 - 1
+    for make in (RamBudget, RamBudget.from_mib, lambda v: RamBudget.parse(f"{v}.5")):
+        with pytest.raises(ValueError, match="a RAM budget must be"):
+            make(value)
+
+
 def test_less_than_a_byte_is_no_budget() -> None:
     with pytest.raises(ValueError, match="positive whole number"):
         RamBudget.from_mib(1e-9)

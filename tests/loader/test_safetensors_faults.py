@@ -38,6 +38,7 @@ def test_the_librarys_words_stand_behind_ours(tmp_path: Path) -> None:
         b'{"a": 3}',
         b'{"a": {"data_offsets": "xy"}}',
         b'{"a": {"data_offsets": [1]}}',
+        b'{"a": {"data_offsets": [0, 1e999]}}',
         b"[" * 9999,
     ]
     + [json.dumps({"a": entry(0, 8)}).encode(), b'{"__metadata__": 7}', b'{"a": {"data_offsets": [null, {}]}}'],
