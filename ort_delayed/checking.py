@@ -203,7 +203,8 @@ def _check_file(path: str, need: _Need, faults: list[str]) -> CheckedFile:
 
 
 def _manifest_faults(skeleton: Skeleton) -> Iterable[str]:
-    if not any(p.key.startswith("ort_delayed.packed") for p in skeleton.model.metadata_props):
+    # A key that is not UTF-8 comes as bytes.
+    if not any(str(p.key).startswith("ort_delayed.packed") for p in skeleton.model.metadata_props):
         return ()
     # Only here, since it asks ONNX Runtime for its version.
     from ort_delayed.pack_manifest import PackManifestError, check_manifest, read_manifest

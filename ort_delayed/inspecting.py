@@ -199,7 +199,8 @@ def _inspect_model(path: str) -> Inspection:
             [found[key] for key in keys],
             inputs=inputs,
             outputs=outputs,
-            is_packed=any(p.key.startswith("ort_delayed.packed") for p in model.metadata_props),
+            # A key that is not UTF-8 comes as bytes.
+            is_packed=any(str(p.key).startswith("ort_delayed.packed") for p in model.metadata_props),
         )
 
 

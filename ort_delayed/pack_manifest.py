@@ -16,6 +16,7 @@ import onnxruntime
 
 from ort_delayed.loader import platform
 from ort_delayed.loader.files import open_weights
+from ort_delayed.loader.quoting import quoted
 from ort_delayed.pack_layout import RangeGroup
 from ort_delayed.skeletons import Skeleton
 
@@ -126,7 +127,7 @@ def read_manifest(model: onnx.ModelProto) -> PackManifest | None:
         found = values.pop("format")
         if found != _FORMAT:
             raise PackManifestError(
-                f"the model's manifest ('{MANIFEST_KEY}' in its metadata) has format {found!r}, this release of "
+                f"the model's manifest ('{MANIFEST_KEY}' in its metadata) has format {found!s:.200}, this release of "
                 f"ort_delayed reads format {_FORMAT}: pack the model again with this release"
             )
         environment = values.pop("environment")
@@ -136,12 +137,13 @@ def read_manifest(model: onnx.ModelProto) -> PackManifest | None:
         values["groups"] = tuple(RangeGroup(int(g["offset"]), int(g["nbytes"])) for g in values["groups"])
         _check_types(values)
         return PackManifest(**values)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, PackManifestError):
-            raise
+    except PackManifestError:
+        raise
+    # JSON has lists of any depth (RecursionError) and numbers that are infinite (OverflowError).
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise PackManifestError(
-            f"the model's manifest ('{MANIFEST_KEY}' in its metadata) is damaged ({type(error).__name__}: {error}): "
-            "pack the model again"
+            f"the model's manifest ('{MANIFEST_KEY}' in its metadata) is damaged ({type(error).__name__}: "
+            f"{error}): pack the model again"
         ) from error
 
 
@@ -215,10 +217,18 @@ def _check_types(values: dict[str, object]) -> None:
     }
     unknown: Sequence[str] = sorted(set(values) - {f.name for f in fields(PackManifest)})
     if unknown:
-        raise TypeError(f"unknown fields {', '.join(unknown)}")
+        raise TypeError(f"unknown fields {', '.join(unknown):.200}")
     for name, kind in expected.items():
         if not isinstance(values[name], kind):
-            raise TypeError(f"'{name}' is {values[name]!r}")
+            raise TypeError(f"'{name}' is {values[name]!r:.200}")
     data_file = values["data_file"]
-    if isinstance(data_file, str) and (not data_file or os.path.basename(data_file) != data_file):
-        raise ValueError(f"the data file must stand beside the model, found {data_file!r}")
+    if isinstance(data_file, str) and not _is_file_name(data_file):
+        raise ValueError(f"the data file must stand beside the model, found {quoted(data_file)}")
+
+
+def _is_file_name(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        return False
+    return bool(text) and "\0" not in text and os.path.basename(text) == text

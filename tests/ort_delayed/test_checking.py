@@ -13,6 +13,7 @@ from stand_ins import write_stand_ins
 
 import ort_delayed
 from ort_delayed.checking import check_weights
+from ort_delayed.inspecting import inspect_weights
 from ort_delayed.pack_manifest import MANIFEST_KEY
 
 
@@ -232,3 +233,11 @@ def test_a_packed_model_and_one_from_elsewhere(files):
     helper.set_model_props(model, {MANIFEST_KEY: json.dumps(values)})
     path.write_bytes(model.SerializeToString())
     assert any("cannot be opened" in fault for fault in check_weights(path).faults)
+
+
+def test_a_key_of_the_metadata_that_is_no_text(files):
+    model = onnx.load(files / "inline.onnx")
+    model.metadata_props.add(key="a key", value="x")
+    (files / "key.onnx").write_bytes(model.SerializeToString().replace(b"a key", b"a k\xff\xfe"))
+    assert check_weights(files / "key.onnx")
+    assert not inspect_weights(files / "key.onnx").is_packed

@@ -71,7 +71,15 @@ def test_a_damaged_one_is_refused(manifest: PackManifest, field: str) -> None:
             read_manifest(model_with(json.dumps(broken)))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "{}", "1", "null"])
+@pytest.mark.parametrize("offset", ["Infinity", "1e999", "NaN", "[]", '"x"', "null"])
+def test_a_group_that_is_none_is_refused(manifest: PackManifest, offset: str) -> None:
+    model = onnx.ModelProto()
+    write_manifest(model, replace(manifest, groups=(RangeGroup(123456789, 1),)))
+    with pytest.raises(PackManifestError, match="damaged"):
+        read_manifest(model_with(model.metadata_props[0].value.replace("123456789", offset)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", "1", "null", "[" * 100_000, '{"format":' * 100_000])
 def test_what_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(PackManifestError, match="damaged"):
         read_manifest(model_with(text))
@@ -87,7 +95,17 @@ def test_another_format_and_unknown_fields_are_refused(manifest: PackManifest) -
         read_manifest(model_with(json.dumps({**whole, "more": 1})))
 
 
-@pytest.mark.parametrize("name", ["../data", "/data", "a/b", ""])
+def test_what_a_refused_manifest_says_is_not_repeated_at_length(manifest: PackManifest) -> None:
+    model = onnx.ModelProto()
+    write_manifest(model, manifest)
+    whole = json.loads(model.metadata_props[0].value)
+    for broken in ({"format": "x" * 9999}, {**whole, "x" * 9999: 1}, {**whole, "data_bytes": "x" * 9999}):
+        with pytest.raises(PackManifestError) as caught:
+            read_manifest(model_with(json.dumps({**whole, **broken})))
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["../data", "/data", "a/b", "", "a\0", "\ud800"])
 def test_the_data_file_stands_beside_the_model(manifest: PackManifest, name: str) -> None:
     model = onnx.ModelProto()
     write_manifest(model, replace(manifest, data_file=name))
