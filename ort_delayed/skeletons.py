@@ -31,6 +31,7 @@ LIFTED_BYTES = 64 << 10
 
 _WINDOW_BYTES = 256 << 10
 _LARGEST_MESSAGE = 2**31 - 1
+_DEEPEST_MESSAGE = 100  # protobuf's own limit
 
 # Which field of which message holds which message: the ways that lead to a TensorProto.
 _CHILDREN: dict[str, dict[int, str]] = {
@@ -279,8 +280,10 @@ def _delimited(number: int, content: bytes | bytearray) -> bytes:
     return _encoded(number << 3 | 2) + _encoded(len(content)) + content
 
 
-def _slim(source: _Source, start: int, end: int, kind: str, key: str) -> bytearray:
+def _slim(source: _Source, start: int, end: int, kind: str, key: str, depth: int = 0) -> bytearray:
     """The message from ``start`` to ``end`` without its large values; runs of other fields are copied at once."""
+    if depth > _DEEPEST_MESSAGE:
+        raise _WireError(f"messages in messages, more than {_DEEPEST_MESSAGE} of them, at byte {start}")
     if kind == "tensor":
         return _slim_tensor(source, start, end, key)
     out = bytearray()
@@ -289,7 +292,7 @@ def _slim(source: _Source, start: int, end: int, kind: str, key: str) -> bytearr
         child = _CHILDREN[kind].get(field.number)
         if child is not None and field.wire == 2 and field.end - field.content >= LIFTED_BYTES:
             out += source.read(copied, field.start)
-            out += _delimited(field.number, _slim(source, field.content, field.end, child, key))
+            out += _delimited(field.number, _slim(source, field.content, field.end, child, key, depth + 1))
             copied = field.end
     out += source.read(copied, end)
     return out

@@ -128,6 +128,24 @@ def test_every_truncation_of_a_model_is_refused_or_is_a_model(tmp_path):
     assert refused > len(data) // 2
 
 
+@pytest.mark.parametrize("depth", [34, 400, 5000])
+def test_bodies_in_bodies_beyond_what_protobuf_reads(tmp_path, depth):
+    def delimited(number: int, content: bytes) -> bytes:
+        size, head = len(content), bytearray([number << 3 | 2])
+        while size >= 128:
+            head.append(size & 127 | 128)
+            size >>= 7
+        return bytes([*head, size]) + content
+
+    # A graph (model 7, attribute 6) holds a node (1), which holds an attribute (5).
+    wire = delimited(5, delimited(9, bytes(LIFTED_BYTES)))
+    for _ in range(depth):
+        wire = delimited(1, delimited(5, delimited(6, wire)))
+    (tmp_path / "m.onnx").write_bytes(delimited(7, wire))
+    with pytest.raises(NotAModelError, match=r"is not an ONNX model"):
+        Skeleton(tmp_path / "m.onnx")
+
+
 def test_a_file_that_changes_while_it_is_open_is_noticed(tmp_path):
     path = save(rich_model(), tmp_path / "m.onnx")
     with Skeleton(path) as skeleton:
