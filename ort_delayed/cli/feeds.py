@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_delayed.cli.errors import CommandError, UsageError
+from ort_delayed.loader.quoting import quoted
 
 if TYPE_CHECKING:
     from ort_delayed.inspecting import ModelValue
@@ -109,8 +110,9 @@ def parse_dim(text: str) -> tuple[str, int]:
         UsageError: it is not that.
     """
     name, _, number = text.rpartition("=")
-    if not name or not number.isdigit():
-        raise UsageError(f"--dim is NAME=LENGTH, such as batch=1, found {text!r}")
+    # No int64 has more digits; and there are digits, such as a small 2, that are no number.
+    if not name or not number.isdecimal() or len(number) > 19:
+        raise UsageError(f"--dim is NAME=LENGTH, such as batch=1, found {quoted(text)}")
     return name, int(number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: the model, its files or the budget are at fault. 2: the command line is. 130: interrupted.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file name need not be text, nor need a terminal know every letter: both are shown escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = build_parser().parse_args(argv)
     try:
         status = int(arguments.run(arguments))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +98,10 @@ def test_a_mistyped_weights_dir_confines_nothing_and_is_refused(command, argumen
         ("pack", "model.onnx", "p.onnx", "--optimize", "most"),
         ("run", "model.onnx", "--repeat", "0"),
         ("run", "model.onnx", "--dim", "batch"),
+        ("run", "model.onnx", "--dim", "batch=²"),
+        ("run", "model.onnx", "--dim", "batch=" + "9" * 5000),
+        ("plan", "model.onnx", "--ram", "9" * 400),
+        ("plan", "model.onnx", "--ram", "9" * 400 + ".5GB"),
         ("run", "model.onnx", "--dim", "heads=2"),
         ("run", "model.onnx", "--feeds", "feeds.npz", "--dim", "batch=2"),
         ("run", "model.onnx", "--feeds", "feeds.npz", "--random"),
@@ -124,6 +130,18 @@ def test_what_is_no_model_is_1_in_one_line(command, files):
         assert (status, out) == (1, "")
         assert "not an ONNX model" in err
         assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux")
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_file_name_that_is_no_text_is_shown_escaped(files, arguments):
+    shutil.copy(files / "inline.onnx", b"\xff.onnx")
+    done = subprocess.run(
+        [sys.executable, "-m", "ort_delayed", "inspect", b"\xff.onnx", *arguments], capture_output=True, check=True
+    )
+    assert "\\udcff.onnx" in done.stdout.decode()
+    if arguments:
+        assert json.loads(done.stdout)["source"].endswith("\udcff.onnx")
 
 
 def test_debug_shows_the_traceback_and_keeps_the_status(command):
