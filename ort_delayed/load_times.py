@@ -52,7 +52,8 @@ def awaited_activations(
     # Around a quantized node no value may have another consumer, or ONNX Runtime does not use its quantized kernel.
     dequantized = {output for i in rest if nodes[i].op_type == "DequantizeLinear" for output in nodes[i].output}
     # These are fused with the contraction behind them, so what they take is awaited and not what they yield.
-    absorbed = {nodes[i].output[0]: nodes[i].input[0] for i in rest if nodes[i].op_type in ("Transpose", "Pad")}
+    moving = [nodes[i] for i in rest if nodes[i].op_type in ("Transpose", "Pad")]
+    absorbed = {node.output[0]: node.input[0] for node in moving if node.input and node.output}
     produced = {output: i for i in rest for output in nodes[i].output}
     for index in rest:
         node = nodes[index]

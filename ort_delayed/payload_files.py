@@ -99,8 +99,11 @@ class PayloadReader:
             DelayedInitializerError: the payload cannot be read.
         """
         fd = self._open(stored)
-        buffer = bytearray(stored.nbytes)
         try:
+            size = os.fstat(fd).st_size
+            if stored.end > size:  # before memory is taken: the model may claim any number of bytes
+                raise ShortReadError(stored.offset, stored.nbytes, max(0, size - stored.offset))
+            buffer = bytearray(stored.nbytes)
             read_into(fd, memoryview(buffer), stored.offset)
         except (OSError, ShortReadError) as error:
             raise _refusal(stored, error) from error

@@ -20,3 +20,9 @@ def test_bodies_in_bodies_are_looked_through_once() -> None:
     start = time.process_time()
     assert awaited_activations([load, *inner.node], [0], {"w"}) == {0: "x"}
     assert time.process_time() - start < 10
+
+
+def test_nodes_that_lack_what_they_need_are_left_to_onnxruntime() -> None:
+    load = helper.make_node("DelayedInitializer", [], ["w"], domain="ai.rt")
+    nodes = [load, node("Transpose", [], ["t"]), node("Pad", ["x"], []), node("MatMul", ["x", "w"], ["y"])]
+    assert awaited_activations(nodes, [0], {"w"}) == {0: "x"}
