@@ -21,9 +21,9 @@ import model_makers
 import numpy as np
 import onnx
 from cases import Model, Sizes
-from generated_models import STOCK_DOMAIN, STOCK_OP
 from measure import in_fresh_process
 from onnx import TensorProto, helper
+from openers import STOCK_DOMAIN, STOCK_OP
 
 __all__ = ["Prepared", "UnavailableModelError", "prepare", "throw_away_forms"]
 

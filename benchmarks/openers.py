@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["OPENERS", "Arrays", "Opened", "Opener"]
+__all__ = ["OPENERS", "STOCK_DOMAIN", "STOCK_OP", "Arrays", "Opened", "Opener"]
 
+STOCK_DOMAIN, STOCK_OP = "bench", "StockWeight"
 Arrays = Sequence[np.ndarray]
 
 _SEQUENTIAL_BYTES = 16 << 20
@@ -106,7 +107,6 @@ _stock_is_declared = False
 def _stock(path: str, budget: int) -> Opened:
     global _stock_is_declared
     import onnxruntime
-    from generated_models import STOCK_DOMAIN, STOCK_OP
     from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
     with open(f"{path}.json") as file:
