@@ -189,8 +189,8 @@ _COLD = (PLAIN, UNPACKED, FILE, budget(50), packed(50), FLOORS[1])
 
 def quick() -> Plan:
     """Under two minutes: what continuous integration asks of every change."""
-    chain, few = Model("chain", (32, 1024)), Model("chain", (4, 512))
-    convolutional, float16 = Model("convolutional", (16, 256)), Model("float16", (24, 1024))
+    chain, few = Model("chain", (24, 1024)), Model("chain", (4, 512))
+    convolutional, float16 = Model("convolutional", (16, 256)), Model("float16", (12, 1024))
     some = (PLAIN, UNPACKED, FILE, budget(75), packed(75))
     # Convolutions lose their blocked layout under a budget, and float16 is computed in float32, by casts that a packed
     # model has behind it: the same numbers, but for the last digits.

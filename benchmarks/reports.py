@@ -32,7 +32,8 @@ def format_group(rows: Sequence[Row], *, times: bool) -> str:
         timed = _timed(row, own, summaries.get(row.reference)) if times else []
         cells.append([row.way, peak, limit, *timed, row.agreement])
     notes = [
-        f"! {row.way}: the page cache was not {row.cache} in every sample"
+        f"! {row.way}: the page cache was not {row.cache} in every sample; "
+        f"{summaries[row.way].read_bytes / 1024:.0f} KiB read physically"
         for row in rows
         if row.way in summaries and not summaries[row.way].cache_verified
     ]

@@ -74,7 +74,8 @@ class Summary:
     """The samples of a row in a few numbers: seconds and bytes.
 
     Peaks are the highest of all samples; later runs of all samples together have median, quartiles, least and most;
-    the rest are medians. ``cache_verified`` says that every sample found the page cache as its case has it.
+    the rest are medians. ``cache_verified`` says that every sample found the page cache as its case has it, and
+    ``read_bytes`` is the most that one read physically.
     """
 
     construct: float
@@ -91,6 +92,7 @@ class Summary:
     minor_faults_a_run: float
     major_faults_a_run: float
     cache_verified: bool
+    read_bytes: int
 
     @property
     def ready(self) -> float:
@@ -124,6 +126,7 @@ def summarize(row: Row) -> Summary:
         cache_verified=all(b > 0 for b in before)
         if row.cache == "cold"
         else not any(s["read_bytes"] for s in row.samples),
+        read_bytes=max(s["read_bytes"] for s in row.samples),
     )
 
 
