@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import onnxruntime
@@ -29,7 +29,8 @@ from ort_delayed.ops.kernel import Binding
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.paged_weights import PagedWeights
 from ort_delayed.pager import PagerCounts
-from ort_delayed.run_threads import is_thread_of_others, threads_of_call
+from ort_delayed.run_turns import RunTurns
+from ort_delayed.runs_under_way import RunsUnderWay, RunUnderWay
 from ort_delayed.watcher import Watcher
 
 __all__ = ["BudgetKeeper"]
@@ -43,23 +44,6 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
 _one_construction = threading.Lock()
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run (or a construction) that is under way: its peak, how it is ended before its time, and why it was."""
-
-    peak: RunPeak
-    cancel: Callable[[], None]
-    failure: RamBudgetExceeded | RamProbeUnavailable | None = None
-
-    def take_failure(self) -> RamBudgetExceeded | RamProbeUnavailable | None:
-        """The failure, which this no longer refers to: a raised error refers to frames, and those to this.
-
-        Such a cycle would keep the session, and its mappings, until garbage is collected at some odd moment.
-        """
-        failure, self.failure = self.failure, None
-        return failure
 
 
 class BudgetKeeper:
@@ -89,12 +73,9 @@ class BudgetKeeper:
         self._report = MemoryReport(self.budget.max_bytes, self._use.baseline)
         self._wants_drop_page_cache = drop_page_cache
         self._options_are_private = options_are_private
-        self._is_parallel = False
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._runs: dict[int, _Run] = {}
-        self._turn = threading.Lock()
-        self._turn_of: int | None = None  # the thread that asked for the run whose turn it is
+        self._turns = RunTurns()
+        self._runs = RunsUnderWay()
+        self._lock = threading.Lock()  # of the report and the plan
         self._delayed = DelayedBytes()
         self._plan: MemoryPlan | None = None
         self._is_built = False
@@ -179,16 +160,14 @@ class BudgetKeeper:
             at_most_extended=bool(source.disabled_optimizers),
             are_private=self._options_are_private,
         )
-        self._is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+        self._turns.is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
         with _one_construction, in_place, optimized, packing:
             before = frozenset(platform.file_mappings(files.paths))
 
             def cancel() -> None:
                 options.set_load_cancellation_flag(True)
 
-            run = _Run(self._construction, cancel)
-            with self._lock:
-                self._runs[id(run)] = run
+            run = RunUnderWay(self._construction, cancel)
             self._relief = ConstructionRelief(
                 source.tensors,
                 source.packed_ranges,
@@ -202,19 +181,17 @@ class BudgetKeeper:
             self._mark = self._relief.mark_bytes
             is_cancelled = False
             try:
-                with self._watched():
+                with self._runs.registered(run), self._watched():
                     yield
                 is_cancelled = run.failure is not None
-                _raise_failure(run)
+                run.raise_failure()
             except Exception as error:
                 is_cancelled = is_cancelled or run.failure is not None
-                _raise_failure(run, error)
+                run.raise_failure(error)
                 raise
             finally:
                 with self._building_lock:  # from here on ONNX Runtime may unmap what it likes
                     self._relief = None
-                with self._lock:
-                    self._runs.pop(id(run), None)
                 if is_cancelled or run.failure is not None:
                     options.set_load_cancellation_flag(False)
             self._weights.adopt(before, self._earlier)
@@ -267,76 +244,41 @@ class BudgetKeeper:
 
     @contextmanager
     def running(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """A run is under way. ``cancel`` ends it before its time, and may be called from any thread.
-
-        Runs take turns: the order in which weights are used is what the pager goes by, and with two runs at once there
-        is none. The second one's pages would be taken for activations, too.
+        """A run is under way, when its turn has come. ``cancel`` ends it before its time, from any thread.
 
         Raises:
-            RuntimeError: the run is started from inside a run of this session, which it would wait for.
+            RuntimeError: as :meth:`RunTurns.turn` says.
             MappedFileChanged: before anything is touched.
             RamBudgetExceeded: the budget was exceeded; the run was ended, or its results are not handed out.
         """
         assert self._weights is not None
-        if self._is_parallel and self._pid != os.getpid():
-            raise RuntimeError(
-                "this session was constructed in ORT_PARALLEL mode before a fork: ONNX Runtime's threads are not in "
-                "this process, and a run would never end. Construct the session in this process, or sequentially"
-            )
-        self._refuse_to_wait_for_itself()
-        with self._turn:  # the main thread can be interrupted while it waits here
-            turn = self._turn
-            self._turn_of = threading.get_ident()
-            try:
-                with self._running_alone(cancel, self._weights):
-                    yield
-            finally:
-                if turn is self._turn:  # else this is a forked child, in which it is nobody's any more
-                    self._turn_of = None
-
-    def _refuse_to_wait_for_itself(self) -> None:
-        # Of an operator on a thread of ONNX Runtime's pool, which it uses in parallel mode, it cannot be told what run
-        # it belongs to.
-        is_inside = self._turn_of in threads_of_call() or (
-            self._is_parallel and self._turn_of is not None and is_thread_of_others()
-        )
-        if is_inside:
-            raise RuntimeError(
-                "a run of a session under a RAM budget was started from inside a run of the same session: its runs "
-                "take turns, so this one would wait for ever. Use a second session, with a budget of its own"
-            )
+        with self._turns.turn(), self._running_alone(cancel, self._weights):
+            yield
 
     @contextmanager
     def _running_alone(self, cancel: Callable[[], None], weights: PagedWeights) -> Iterator[None]:
         weights.files.check_unchanged()
-        run = _Run(self._use.begin(), cancel)
+        run = RunUnderWay(self._use.begin(), cancel)
         try:
-            before = self._begin(run, weights)
-            try:
-                yield
-            finally:
-                peak = self._end(run, weights, before)
+            drops = weights.look_at_system()
+            with self._lock:
+                self._report = replace(self._report, drops_page_cache=drops)
+            with self._runs.registered(run):
+                weights.pager.begin()
+                self._start_watcher()
+                before = replace(weights.pager.counts)
+                try:
+                    yield
+                finally:
+                    self._watcher.stop()
+                    peak = self._note_run(run.peak, weights, before)
         except Exception as error:
-            _raise_failure(run, error)
+            run.raise_failure(error)
             raise
         finally:
             self._use.end(run.peak)
-        _raise_failure(run)
+        run.raise_failure()
         self._check_peak(peak, run.peak, "running the model")
-
-    def _begin(self, run: _Run, weights: PagedWeights) -> PagerCounts:
-        drops = weights.look_at_system()
-        with self._lock:
-            self._report = replace(self._report, drops_page_cache=drops)
-            self._runs[id(run)] = run
-        try:
-            weights.pager.begin()
-            self._start_watcher()
-        except BaseException:
-            with self._lock:
-                self._runs.pop(id(run), None)
-            raise
-        return replace(weights.pager.counts)
 
     def _start_watcher(self) -> None:
         try:
@@ -354,11 +296,10 @@ class BudgetKeeper:
         finally:
             self._watcher.stop()
 
-    def _end(self, run: _Run, weights: PagedWeights, before: PagerCounts) -> int:
-        self._watcher.stop()
-        peak, how = run.peak.read()
+    def _note_run(self, measured: RunPeak, weights: PagedWeights, before: PagerCounts) -> int:
+        """Enter a run that is over into the report, and its activations into the plan; returns its peak."""
+        peak, how = measured.read()
         with self._lock:
-            self._runs.pop(id(run), None)
             now, plan = weights.pager.counts, self.plan
             last = RunMemory(
                 peak,
@@ -376,15 +317,13 @@ class BudgetKeeper:
             )
             activations = weights.pager.most_other_bytes - plan.session_bytes
             # What other sessions' runs took meanwhile cannot be told from activations, and would stick.
-            if not run.peak.beside and activations > plan.activations_bytes + _WORTH_A_NEW_PLAN:
+            if not measured.beside and activations > plan.activations_bytes + _WORTH_A_NEW_PLAN:
                 self._replan(weights, plan.session_bytes, activations)
         return peak
 
     def _on_tick(self, group: int) -> None:
         assert self._weights is not None
-        for run in list(self._runs.values()):
-            if run.failure is not None:
-                raise run.failure
+        self._runs.raise_any_failure()
         self._weights.pager.tick(group)
 
     def look(self) -> float:
@@ -412,12 +351,11 @@ class BudgetKeeper:
     def _fail_unless_shared(self, used: int) -> None:
         # Whose the pages are that came just now cannot be told: with runs of other sessions beside, all are bound
         # together.
-        with self._lock:
-            beside = {key: size for run in self._runs.values() for key, size in run.peak.beside.items()}
+        beside = self._runs.beside
         if beside and self._use.with_others() <= self.budget.max_bytes + sum(beside.values()):
             return
         what = self._operation
-        self._end_runs(
+        self._runs.end(
             lambda: RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=used, operation=what)
         )
 
@@ -433,18 +371,11 @@ class BudgetKeeper:
             made.__cause__ = error
             return made
 
-        self._end_runs(failure)
+        self._runs.end(failure)
 
     @property
     def _operation(self) -> str:
         return "running the model" if self._is_built else "constructing the session"
-
-    def _end_runs(self, failure: Callable[[], RamBudgetExceeded | RamProbeUnavailable]) -> None:
-        with self._lock:
-            for run in self._runs.values():
-                if run.failure is None:
-                    run.failure = failure()
-                    run.cancel()
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
@@ -472,9 +403,9 @@ class BudgetKeeper:
 
     def after_fork(self) -> None:
         """In a forked child: nothing of the parent's runs is under way, and its locks may be held for ever."""
-        self._lock, self._building_lock = threading.RLock(), threading.Lock()
-        self._runs.clear()
-        self._turn, self._turn_of = threading.Lock(), None
+        self._lock, self._building_lock = threading.Lock(), threading.Lock()
+        self._runs.after_fork()
+        self._turns.after_fork()
         if self._weights is not None:
             self._weights.after_fork()
 
@@ -484,17 +415,6 @@ class BudgetKeeper:
         self._use.end(self._construction)
         if self._weights is not None:
             self._weights.close()
-
-
-def _raise_failure(run: _Run, cause: Exception | None = None) -> None:
-    """Raise what the run was ended for, if it was."""
-    failure = run.take_failure()
-    if failure is None:
-        return
-    try:
-        raise failure from (failure.__cause__ if failure.__cause__ is not None else cause)
-    finally:
-        del failure, cause  # the error refers to this frame
 
 
 def _weakly_failed(keeper: BudgetKeeper) -> Callable[[BaseException], None]:
