@@ -20,13 +20,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime_extensions
-from onnxruntime_extensions import PyCustomOpDef, onnx_op
 
 from ort_delayed.loader.element_types import ELEMENT_TYPES, ElementType
 from ort_delayed.ops.attributes import DOMAIN, OP_TYPE
 from ort_delayed.ops.buffers import BufferPool
 from ort_delayed.ops.errors import DelayedInitializerError, Payload, payload_error
+from ort_delayed.ops.extensions import onnxruntime_extensions
 from ort_delayed.ops.payloads import PayloadSource
 
 __all__ = ["HANDLE_ATTRIBUTE", "Binding", "kernel_op_type"]
@@ -214,13 +213,14 @@ def _register() -> _Table:
         table: _Table = anchor["_ort_delayed_table"]
         return table
     table = anchor["_ort_delayed_table"] = _Table()
+    types = onnxruntime_extensions.PyCustomOpDef
     for element_type in ELEMENT_TYPES:
         for waits in (False, True) if element_type.delayed else ():
-            onnx_op(
+            onnxruntime_extensions.onnx_op(
                 op_type=f"{DOMAIN}::{kernel_op_type(element_type, waits=waits)}",
-                inputs=[PyCustomOpDef.dt_int64] if waits else [],
-                outputs=[getattr(PyCustomOpDef, f"dt_{element_type.ort}")],
-                attrs={HANDLE_ATTRIBUTE: PyCustomOpDef.dt_int64},
+                inputs=[types.dt_int64] if waits else [],
+                outputs=[getattr(types, f"dt_{element_type.ort}")],
+                attrs={HANDLE_ATTRIBUTE: types.dt_int64},
             )(_make_op(element_type))
     return table
 

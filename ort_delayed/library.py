@@ -6,12 +6,12 @@ import threading
 
 import onnx
 import onnxruntime
-import onnxruntime_extensions
 from onnx import helper
 from onnxruntime.capi import _pybind_state
 
 from ort_delayed.loader.element_types import ELEMENT_TYPES
 from ort_delayed.ops.attributes import DOMAIN, OP_VERSION
+from ort_delayed.ops.extensions import onnxruntime_extensions
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
 
 __all__ = ["check_options", "get_library_path", "register_custom_ops"]
