@@ -8,12 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx
+from google.protobuf.message import DecodeError
 
 from ort_delayed.loader.quoting import quoted
 
-__all__ = ["fault_in_texts", "iter_texts"]
+__all__ = ["fault_in_texts", "iter_texts", "parse_model"]
 
 _PLAIN = {getattr(onnx.AttributeProto, kind) for kind in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")}
+
+
+def parse_model(data: bytes) -> onnx.ModelProto:
+    """The model that these bytes are.
+
+    Raises:
+        DecodeError: they are none. Protobuf's implementation in Python, which there is where no compiled one is, says
+            that of names that are not UTF-8 too.
+    """
+    try:
+        model: onnx.ModelProto = onnx.ModelProto.FromString(data)
+    except UnicodeDecodeError as error:
+        raise DecodeError(str(error)) from error
+    return model
 
 
 def fault_in_texts(model: onnx.ModelProto) -> str | None:

@@ -16,6 +16,7 @@ import onnxruntime
 from ort_delayed.clock import install_clock, possible_paces, possible_ticks
 from ort_delayed.loader.budget import RamBudget, format_bytes
 from ort_delayed.loader.external_data import external_tensor, has_external_data, set_external_data
+from ort_delayed.loader.model_texts import parse_model
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.memory_plan import PlannedWeight, cut_into_groups, sizes_of_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
@@ -102,7 +103,7 @@ def prepare_budgeted(
                 "move its weights to external data (onnx.save_model(..., save_as_external_data=True), or "
                 "ort_delayed.convert_model)"
             )
-        model = onnx.ModelProto.FromString(source)
+        model = parse_model(source)
         directory = os.path.abspath(weights_dir or "")
         return _prepared(model, directory, budget, binding, on_tick, weights_dir, None)
     with Skeleton(source) as skeleton:

@@ -27,7 +27,7 @@ from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import has_external_data
 from ort_delayed.loader.files import FileIdentity, confining_directories
-from ort_delayed.loader.model_texts import fault_in_texts
+from ort_delayed.loader.model_texts import fault_in_texts, parse_model
 from ort_delayed.loader.onnx_files import check_ranges, iter_initializers, read_onnx_model
 from ort_delayed.loader.probe import PeakRamProbe, RssSampler
 from ort_delayed.loader.sources import DiscoveredWeights, discover_weights, local_source
@@ -180,7 +180,7 @@ def _read_source(
         # Where ONNX Runtime would look for the external data of a model given as bytes.
         directory = os.path.abspath(_entry(options, EXTERNAL_DIRECTORY_ENTRY) or "")
         try:
-            proto = onnx.ModelProto.FromString(model)
+            proto = parse_model(model)
         except DecodeError as error:
             raise ShardFormatError(f"the bytes given as the model are not an ONNX model: {error}") from error
         fault = fault_in_texts(proto)

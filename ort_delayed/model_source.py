@@ -15,6 +15,7 @@ import onnxruntime
 from google.protobuf.message import DecodeError
 
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
+from ort_delayed.loader.model_texts import parse_model
 from ort_delayed.loader.reading import read_into
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
@@ -90,10 +91,9 @@ def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:
 
 def _parse(data: bytes) -> onnx.ModelProto | None:
     try:
-        model: onnx.ModelProto = onnx.ModelProto.FromString(data)
+        return parse_model(data)
     except DecodeError:
         return None
-    return model
 
 
 def _is_worth_parsing(path: str | os.PathLike[str]) -> bool:

@@ -21,7 +21,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from ort_delayed.loader.files import FileIdentity, open_weights
-from ort_delayed.loader.model_texts import fault_in_texts
+from ort_delayed.loader.model_texts import fault_in_texts, parse_model
 from ort_delayed.loader.reading import ShortReadError, read_into
 
 __all__ = ["LIFTED_BYTES", "FileRange", "LiftedValue", "NotAModelError", "Skeleton", "serialized_pieces"]
@@ -153,7 +153,7 @@ class Skeleton:
             raise NotAModelError(f"'{self.path}' is a model in ORT format; only ONNX files (protobuf) can be converted")
         try:
             slim = bytes(_slim(source, 0, source.size, "model", self._key))
-            model: onnx.ModelProto = onnx.ModelProto.FromString(slim)
+            model = parse_model(slim)
         except (DecodeError, _WireError, ShortReadError) as error:
             if _is_safetensors(source):
                 raise NotAModelError(

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper
+from subprocesses import run_snippet
 from weighted_models import external, initializer
 
 import ort_delayed
@@ -127,3 +128,36 @@ def test_the_message_is_short_however_long_the_name() -> None:
     assert fault is not None
     assert len(fault) < 2000
     assert "(1000005 bytes)" in fault
+
+
+def test_where_protobuf_is_the_one_in_python_they_are_refused_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = helper.make_model(graph_of(initializer("=NAME=", ARRAY)), producer_name="=PRODUCER=")
+    for number, name in enumerate((b"=NAME=", b"=PRODUCER=")):
+        wire = made.SerializeToString().replace(name, b"\xff" * len(name))
+        (tmp_path / f"{number}.onnx").write_bytes(wire)
+    monkeypatch.setenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+    code = """
+        from google.protobuf.internal import api_implementation
+        import onnxruntime
+        import ort_delayed
+        from ort_delayed.inspecting import inspect_weights
+        assert api_implementation.Type() == "python"
+        for path in sys.argv[1:]:
+            options = onnxruntime.SessionOptions()
+            for step in (
+                lambda: inspect_weights(path),
+                lambda: ort_delayed.InferenceSession(path, ram_budget=1 << 28),
+                lambda: ort_delayed.InferenceSession(open(path, "rb").read(), ram_budget=1 << 28),
+                lambda: ort_delayed.stream_install(path, options, ram_budget=1 << 28),
+                lambda: ort_delayed.stream_install(open(path, "rb").read(), options, ram_budget=1 << 28),
+            ):
+                try:
+                    step()
+                except Exception as error:
+                    print(type(error).__name__)
+        """
+    refused = ["NotAModelError", "NotAModelError", "DecodeError", "ShardFormatError", "ShardFormatError"]
+    said = run_snippet(code, tmp_path / "0.onnx", tmp_path / "1.onnx").splitlines()
+    assert said == 2 * refused
