@@ -214,19 +214,19 @@ def quick() -> Plan:
 
 def normal() -> Plan:
     """Three models at two sizes of inputs, and the loaders, within a quarter of an hour."""
-    chain, decoder, minilm = Model("chain", (64, 2048)), Model("decoder"), Model("minilm")
+    chain, decoder, minilm = Model("chain", (32, 2048)), Model("decoder"), Model("minilm")
     ways = _all_ways(25, 50, 110)
-    small = tuple(w for w in _all_ways(50, 110))
+    small = _all_ways(50, 110)
     return Plan(
         cases=(
-            *cases(chain, (1,), ways),
-            *cases(chain, (128,), ways, activations=True),
-            *cases(decoder, (1,), ways),
-            *cases(decoder, (256,), ways, activations=True),
             *cases(minilm, (16,), small),
             *cases(minilm, (128,), small, activations=True),
+            *cases(decoder, (1,), ways),
+            *cases(chain, (1,), ways),
             *cases(Model("chain", (8, 1024)), (1,), (PLAIN, STOCK, FILE, CPU)),
             *cases(decoder, (0,), LOADERS),
+            *cases(decoder, (256,), ways, activations=True),
+            *cases(chain, (128,), ways, activations=True),
             *cases(decoder, (1,), _COLD, cache="cold"),
         ),
         rounds=3,
@@ -262,14 +262,14 @@ def full() -> Plan:
     number = [Model("chain", (count, 256)) for count in (10, 50, 200, 1000, 5000)]
     amount = [Model("chain", (count, 2048)) for count in (6, 16, 64, 256)]
     ways = _all_ways(25, 50, 110)
-    # The few weights of the small ones leave no room for a session beside them.
+    # The few weights of the small ones leave no room for a budget beside a session's own memory.
     few = (PLAIN, UNPACKED, FILE, CPU, PACKED, *FLOORS)
     return Plan(
         cases=(
             *normal().cases,
             *kinds().cases,
             *(c for m in number for c in cases(m, (1,), ways if m.dimensions[0] >= 1000 else few)),
-            *(c for m in amount if m.dimensions != (64, 2048) for c in cases(m, (1,), ways)),
+            *(c for m in amount for c in cases(m, (1,), ways if m.dimensions[0] > 6 else few)),
             *cases(Model("chain", (256, 2048)), (0,), LOADERS),
         ),
         rounds=5,

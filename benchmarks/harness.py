@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ class Bench:
     plan: Plan
     directory: Path
     minilm: Path | None = None
+    after_group: Callable[[], None] = lambda: None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -63,15 +64,20 @@ class Bench:
         cases = self._possible(self.plan.cases)
         groups = [list(g) for _, g in itertools.groupby(cases, key=lambda c: c.key[:3])]
         for number, group in enumerate(groups):
+            name = ", ".join(map(str, group[0].key[:3]))
             seconds = self._seconds_left() / (len(groups) - number)
+            if not seconds:
+                self._note(f"{name}: left out, no time is left (--minutes)")
+                continue
             try:
                 prepared = self._prepare(group[0])
             except UnavailableModelError as error:
-                self._note(f"{group[0].model.name}: left out, {error}")
+                self._note(f"{name}: left out, {error}")
                 continue
             rows = self._measure(group, prepared, seconds)
             self.rows += rows
             print(f"{format_group(rows, times=self.plan.times)}\n", flush=True)
+            self.after_group()
 
     def _possible(self, cases: Sequence[Case]) -> list[Case]:
         missing = {c.way.needs for c in cases if c.way.needs and importlib.util.find_spec(c.way.needs) is None}
@@ -219,20 +225,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         minutes=plan.minutes if given.minutes is None else given.minutes,
     )
     started = time.monotonic()
+
+    def record() -> Record:
+        about = about_this_run(given.plan, bench.rows, time.monotonic() - started)
+        return Record(about, about_this_machine(), about_versions(), tuple(bench.rows))
+
+    def save() -> None:
+        # After every group: an invocation that is interrupted has measured something all the same.
+        if given.results:
+            given.results.parent.mkdir(parents=True, exist_ok=True)
+            record().save(given.results)
+
     with _directory(given.directory, given.plan) as directory:
-        bench = Bench(plan, directory, given.minilm or model_makers.find_minilm())
+        bench = Bench(plan, directory, given.minilm or model_makers.find_minilm(), save)
         bench.run()
-    seconds = time.monotonic() - started
-    record = Record(
-        about_this_run(given.plan, bench.rows, seconds), about_this_machine(), about_versions(), tuple(bench.rows)
-    )
-    if given.results:
-        given.results.parent.mkdir(parents=True, exist_ok=True)
-        record.save(given.results)
-    for text in (*bench.notes, describe(record)):
+    for text in (*bench.notes, describe(record())):
         print(text)
-    failed = failures(record.rows)
-    print("\n".join(f"FAILED: {text}" for text in failed) or f"{len(record.rows)} cases, every bound kept")
+    failed = failures(bench.rows)
+    print("\n".join(f"FAILED: {text}" for text in failed) or f"{len(bench.rows)} cases, every bound kept")
     return 1 if failed else 0
 
 

@@ -50,7 +50,15 @@ def test_a_model_whose_package_is_missing_is_left_out(tmp_path: Path, capsys) ->
     bench = Bench(Plan(cases.cases(Model("minilm"), (1,), (cases.PLAIN,)), 1, 1, 0.1), tmp_path)
     bench.run()
     assert bench.rows == []
-    assert "minilm: left out" in capsys.readouterr().out
+    assert "minilm, 1, warm: left out" in capsys.readouterr().out
+
+
+@linux
+def test_a_group_that_there_is_no_time_for_is_left_out(tmp_path: Path, capsys) -> None:
+    bench = Bench(Plan(cases.cases(CHAIN, (1,), (cases.PLAIN,)), 1, 1, 0.1, minutes=1e-9), tmp_path)
+    bench.run()
+    assert bench.rows == []
+    assert "no time is left" in capsys.readouterr().out
 
 
 @linux
