@@ -15,7 +15,7 @@ from ort_delayed.loader.element_types import element_type_from_onnx, onnx_type_n
 from ort_delayed.loader.quoting import listed, quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
-__all__ = ["ExternalDataError", "external_tensor", "has_external_data", "set_external_data"]
+__all__ = ["ExternalDataError", "external_tensor", "has_external_data", "nameable", "set_external_data"]
 
 _INT64_MAX = 2**63 - 1
 
@@ -27,6 +27,22 @@ class ExternalDataError(ValueError):
 def has_external_data(tensor: onnx.TensorProto) -> bool:
     """Whether the tensor's bytes stand in another file than the model."""
     return tensor.data_location == onnx.TensorProto.EXTERNAL
+
+
+def nameable(path: str) -> str:
+    """The path itself, where a model can name it.
+
+    Raises:
+        ExternalDataError: it is not UTF-8 text, which a proto holds and ONNX Runtime takes for paths.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ExternalDataError(
+            f"the path {quoted(path)} is not UTF-8 text, so no model can name it, and ONNX Runtime does not open it: "
+            "rename it"
+        ) from error
+    return path
 
 
 def external_tensor(tensor: onnx.TensorProto, model_directory: str) -> TensorOnDisk:
@@ -65,13 +81,16 @@ def set_external_data(
     """Make ``tensor`` refer to ``length`` bytes at ``offset`` of ``location``; its inline values are cleared.
 
     ``keep`` names prefixes of further entries (``prepacked_``) that are kept as they are.
+
+    Raises:
+        ExternalDataError: the location is not UTF-8 text.
     """
     kept = [(e.key, e.value) for e in tensor.external_data if any(e.key.startswith(p) for p in keep)]
     for field in ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data"):
         tensor.ClearField(field)
     del tensor.external_data[:]
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in [("location", location), ("offset", str(offset)), ("length", str(length)), *kept]:
+    for key, value in [("location", nameable(location)), ("offset", str(offset)), ("length", str(length)), *kept]:
         tensor.external_data.add(key=key, value=value)
 
 

@@ -47,7 +47,8 @@ def make_node(
         doc_string=doc_string,
         domain=DOMAIN,
         dtype=int(dtype),
-        filename=filename,
+        # In the bytes of a path that is no UTF-8 text, read_attributes finds what is wrong.
+        filename=filename.encode("utf-8", "surrogatepass"),
         load_device=load_device,
         offset=int(offset),
         runtime_device=runtime_device,

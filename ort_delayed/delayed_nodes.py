@@ -10,6 +10,7 @@ import onnx
 
 from ort_delayed.conversion_plan import Layout, stored_filename
 from ort_delayed.conversion_report import TensorReport
+from ort_delayed.loader.external_data import nameable
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import DOMAIN, OP_VERSION, Attributes, describe_node, is_delayed, read_attributes
 from ort_delayed.ops.errors import DelayedInitializerValueError
@@ -97,7 +98,7 @@ def rename_files(nodes: Iterable[DelayedNode], data_name: str) -> None:
     for n in nodes:
         for attribute in n.node.attribute:
             if attribute.name == "filename":
-                attribute.s = (n.filename if n.filename is not None else data_name).encode()
+                attribute.s = nameable(n.filename if n.filename is not None else data_name).encode()
             elif attribute.name == "offset":
                 attribute.i = n.offset
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from ort_delayed.graphs import iter_graphs, iter_nodes
-from ort_delayed.loader.external_data import ExternalDataError, has_external_data, set_external_data
+from ort_delayed.loader.external_data import ExternalDataError, has_external_data, nameable, set_external_data
 from ort_delayed.loader.files import confining_directories, is_inside
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 
@@ -45,7 +45,7 @@ def repoint_external_data(model: onnx.ModelProto, model_directory: str, *, model
 
     Raises:
         ExternalDataError: a location leads, links resolved, out of the model's directory (for a snapshot of a hub
-            cache: and of its repository's blobs), which ONNX Runtime does not allow either.
+            cache: and of its repository's blobs), which ONNX Runtime does not allow either; or it is not UTF-8 text.
     """
     inside = confining_directories(model_directory)
     own = None if model_file is None else os.path.realpath(model_file)
@@ -62,7 +62,7 @@ def repoint_external_data(model: onnx.ModelProto, model_directory: str, *, model
     common = os.path.commonpath([inside[0], *(os.path.dirname(real) for _, real in entries)])
     for entry, real in entries:
         entry.value = _location(real, common)
-    return common
+    return nameable(common)
 
 
 def point_at_files(
@@ -76,7 +76,8 @@ def point_at_files(
         placed: tensors, not external yet, and where the bytes of each stand. Entries about prepacked forms are kept.
 
     Raises:
-        ExternalDataError: the files have no directory in common (they stand on different drives).
+        ExternalDataError: the files have no directory in common (they stand on different drives), or a path is not
+            UTF-8 text.
     """
     reals = {path: os.path.realpath(path) for path in {record.path for _, record in placed}}
     directories = [os.path.dirname(real) for real in reals.values()]
@@ -96,11 +97,11 @@ def point_at_files(
     for tensor, record in placed:
         location = _location(reals[record.path], common)
         set_external_data(tensor, location, record.offset, record.nbytes, keep=("prepacked_",))
-    return common
+    return nameable(common)
 
 
 def _location(real: str, directory: str) -> str:
-    return os.path.relpath(real, directory).replace(os.sep, "/")
+    return nameable(os.path.relpath(real, directory).replace(os.sep, "/"))
 
 
 def real_location(name: str, location: str, model_directory: str, inside: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ import onnx
 
 from ort_delayed.external_files import external_tensors, real_location
 from ort_delayed.graphs import iter_graphs, iter_nodes
-from ort_delayed.loader.external_data import external_tensor, set_external_data
+from ort_delayed.loader.external_data import external_tensor, nameable, set_external_data
 from ort_delayed.loader.files import confining_directories, open_weights
 from ort_delayed.loader.reading import PIECE_BYTES, read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
@@ -48,7 +48,7 @@ def read_source(skeleton: Skeleton) -> SourceModel:
 
     Raises:
         DelayedInitializerError: a payload of a delayed node or of external data cannot be read.
-        ExternalDataError: external data leads out of the model's directory.
+        ExternalDataError: external data leads out of the model's directory, or a path is not UTF-8 text.
         MalformedTensorError: a tensor does not hold what its shape needs.
         ValueError: the files of the model have no directory in common (they stand on different drives).
     """
@@ -66,7 +66,7 @@ def read_source(skeleton: Skeleton) -> SourceModel:
         set_external_data(tensor, location, payload.offset, payload.nbytes)
     for index in reversed([i for i, p in enumerate(model.metadata_props) if p.key == MANIFEST_KEY]):
         del model.metadata_props[index]  # of a source that was packed itself
-    return SourceModel(model, directory, payloads, digest)
+    return SourceModel(model, nameable(directory), payloads, digest)
 
 
 def _name_absolutely(skeleton: Skeleton) -> None:
@@ -74,7 +74,7 @@ def _name_absolutely(skeleton: Skeleton) -> None:
     for tensor in external_tensors(skeleton.model):
         for entry in tensor.external_data:
             if entry.key == "location":
-                entry.value = real_location(tensor.name, entry.value, skeleton.directory, inside)
+                entry.value = nameable(real_location(tensor.name, entry.value, skeleton.directory, inside))
 
 
 def _tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 
 from ort_delayed.graphs import iter_graphs
+from ort_delayed.loader.external_data import nameable
 from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 from ort_delayed.model_outputs import Destination, check_destination, write_outputs
 from ort_delayed.model_source import serialized
@@ -72,6 +73,7 @@ def pack_model(
     if optimize not in OPTIMIZATION_LEVELS:
         raise ValueError(f"optimize must be one of {', '.join(map(repr, OPTIMIZATION_LEVELS))}, found {optimize!r}")
     place = check_destination(source, destination, overwrite=overwrite)
+    nameable(place.path)  # ONNX Runtime writes beside it
     baseline, window = current_rss_bytes(), PeakWindow()
     try:
         # Two skeletons: the first says until the end what the source reads, the second becomes the model to optimise.
