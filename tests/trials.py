@@ -59,7 +59,14 @@ def is_documented(error: BaseException) -> bool:
         or kind.__module__.split(".")[0] in ("ort_delayed", "onnxruntime")
         # A session under a budget says it of bytes that are no model.
         or kind.__name__ == "DecodeError"
+        or _comes_from_onnxruntime(error)
     )
+
+
+def _comes_from_onnxruntime(error: BaseException) -> bool:
+    """Whether onnxruntime itself raised it: its messages quote names that are not UTF-8, which Python refuses."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").split(".")[0] == "onnxruntime"
 
 
 def tried(step: Callable[[], object]) -> str:
