@@ -108,6 +108,24 @@ def test_with_room_for_everything_nothing_is_dropped(chain: str) -> None:
     assert report.last_run.dropped_bytes == report.last_run.refetched_bytes == 0
 
 
+def test_memory_is_looked_at_as_often_as_it_can_grow_by_surprise(
+    chain: str, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    paced = session_of(chain, 40 * MIB)
+    paced.run(None, feed(chain))
+    streaming = session_of(decoder, 20 * MIB)  # a weight of 16 MiB does not fit
+    keepers = [paced._budget, streaming._budget]
+    assert all(keeper is not None for keeper in keepers)
+    # A core clears 4 GiB a second at most: with megabytes left there is time.
+    assert keepers[0] is not None
+    assert keepers[0].look() >= 0.001
+    assert keepers[1] is not None
+    monkeypatch.setattr(keepers[1]._use, "now", lambda: keepers[1]._mark - MIB)
+    monkeypatch.setattr(keepers[1]._weights.pager, "_used_bytes", lambda: keepers[1]._mark - MIB)
+    assert keepers[1].look() == 0.0005
+
+
 def test_the_plan_and_the_report_agree(chain: str) -> None:
     session = session_of(chain)
     for _ in range(3):
