@@ -11,6 +11,7 @@ its rows; only the rows of the memory control group start cold.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from delayed_initializers import Figure
 from measure import MIB, Result, in_fresh_process, interleaved, peak_method, read_through
 from memory_groups import NoMemoryGroupError, memory_group
 from page_cache import drop
+from results import about_this_machine, about_versions
 from tables import format_table
 
 _MINILM = model_makers.MINILM_PACKAGE
@@ -217,6 +219,19 @@ def tick(bench: Bench) -> None:
         bench.figures.append(Figure(f"{name}: us of the pager at a tick", found["pager"] * 1e6, 50, "{:.1f}"))
 
 
+def write_results(path: Path, rows: Sequence[dict[str, object]], figures: Sequence[Figure], **how: object) -> None:
+    """Keep what was measured, with machine, versions, date and load, as JSON that frontier.py draws."""
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "load_average_at_the_end": os.getloadavg(),
+        "machine": about_this_machine(),
+        "versions": about_versions(),
+        **how,
+    }
+    told = [{"figure": f.what, "measured": f.measured, "promised": f.cells()[2], "met": f.met} for f in figures]
+    path.write_text(json.dumps({"about": about, "figures": told, "rows": rows}, indent=1) + "\n")
+
+
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "chain": chain,
     "bare": bare,
@@ -242,11 +257,11 @@ def main() -> int:
     bench = Bench(given.rounds, given.runs, directory, given.minilm or model_makers.find_minilm(), given.small)
     for name in given.only:
         GROUPS[name](bench)
+        if given.results:  # after each group: a later one may fail
+            write_results(given.results, bench.rows, bench.figures, rounds=given.rounds, runs=given.runs)
     print(format_table(["figure", "measured", "promised", ""], [f.cells() for f in bench.figures]))
     print(f"\nonnxruntime {onnxruntime.__version__}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}.")
     print(f"{given.rounds} fresh processes a row, in turn; peak, worst of them: {peak_method()}.")
-    if given.results:
-        given.results.write_text(json.dumps({"rows": bench.rows}, indent=1))
     return 0 if all(f.met for f in bench.figures) else 1
 
 

@@ -12,7 +12,6 @@ memory control group start cold.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 import model_makers
 import onnxruntime
 from budget_rows import measure_in_group, measure_row
-from budgets import forget, set_history, weights_bytes
+from budgets import forget, set_history, weights_bytes, write_results
 from delayed_initializers import Figure
 from measure import MIB, FreshProcessError, Result, in_fresh_process, interleaved, peak_method
 from memory_groups import NoMemoryGroupError, memory_group
@@ -245,12 +244,12 @@ def main() -> int:
     bench = Bench(source, packed, given.rounds, given.runs, given.percents)
     for name in given.only:
         GROUPS[name](bench)
+        if given.results:
+            write_results(given.results, bench.rows, bench.figures, rounds=given.rounds, runs=given.runs)
     bench.figures.append(Figure("sessions refused, budget not kept", bench.refused, 0, "{:.0f}"))
     print(format_table(["figure", "measured", "promised", ""], [f.cells() for f in bench.figures]))
     print(f"\nonnxruntime {onnxruntime.__version__}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}.")
     print(f"{given.rounds} fresh processes a row, in turn; peak, worst of them: {peak_method()}.")
-    if given.results:
-        given.results.write_text(json.dumps({"rows": bench.rows}, indent=1))
     return 0 if all(f.met for f in bench.figures) else 1
 
 
