@@ -33,14 +33,7 @@ def inline_delayed_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     The model itself is returned where there is none. Everything else, other functions included, stays as it was.
     """
     while wanted := _wanted(model):
-        imports = {o.domain for o in model.opset_import}
-        for function in model.functions:
-            if (function.domain, function.name) in wanted:
-                # What a function's nodes need, the graph that takes them in needs too.
-                for opset in function.opset_import:
-                    if opset.domain not in imports:
-                        imports.add(opset.domain)
-                        model.opset_import.add(domain=opset.domain, version=opset.version)
+        _complete_imports(model, wanted)
         _complete_calls(model)
         # The inliner is a C++ function that gets the model serialized: weights do not have to make that journey.
         mark = secrets.token_bytes(16)  # no value of the model can be taken for it
@@ -124,6 +117,33 @@ def _check_size(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
             f"the functions that deliver or take delayed weights cannot be inlined: the model would have more than "
             f"{_MOST_NODES} nodes"
         )
+
+
+def _complete_imports(model: onnx.ModelProto, wanted: set[FunctionId]) -> None:
+    """What a function's nodes need, the graph or the other function that takes them in needs too."""
+    needs: dict[FunctionId, dict[str, int]] = {key: {} for key in wanted}
+    callers: dict[FunctionId, set[FunctionId]] = {key: set() for key in wanted}
+    called: list[tuple[onnx.ModelProto | onnx.FunctionProto, set[FunctionId]]] = []
+    for holder, nodes in ((model, model.graph.node), *((f, f.node) for f in model.functions)):
+        called.append((holder, {(n.domain, n.op_type) for n in iter_nodes(nodes)} & wanted))
+        if isinstance(holder, onnx.FunctionProto) and (holder.domain, holder.name) in wanted:
+            key = (holder.domain, holder.name)
+            needs[key].update((o.domain, o.version) for o in holder.opset_import)
+            for callee in called[-1][1]:
+                callers[callee].add(key)
+    pending = list(wanted)
+    while pending:
+        key = pending.pop()
+        for caller in callers[key]:
+            if not needs[key].keys() <= needs[caller].keys():
+                needs[caller] = needs[key] | needs[caller]
+                pending.append(caller)
+    for holder, callees in called:
+        imports = {o.domain for o in holder.opset_import}
+        for domain, version in (item for callee in sorted(callees) for item in needs[callee].items()):
+            if domain not in imports:
+                imports.add(domain)
+                holder.opset_import.add(domain=domain, version=version)
 
 
 def _complete_calls(model: onnx.ModelProto) -> None:

@@ -352,3 +352,32 @@ def test_bodies_that_end_up_too_deep_for_a_model_are_a_typed_error() -> None:
     made = model([node("F59", ["x"], ["y"], domain="local")], X, Y, functions=functions)
     with pytest.raises(DelayedInitializerValueError, match="cannot be inlined"):
         inline_delayed_functions(made)
+
+
+def test_functions_import_what_is_inlined_into_them(tmp_path: Path, weight: np.ndarray, x: np.ndarray) -> None:
+    """One that nobody calls calls one with a delayed node; another calls one that is given a weight elsewhere."""
+    write(tmp_path / "w.bin", weight)
+    own = [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)]
+    gelu = helper.make_node("Gelu", ["a"], ["g"], domain="com.microsoft")
+    takes = helper.make_function(
+        "local",
+        "Gelus",
+        ["a", "w"],
+        ["b"],
+        [gelu, node("MatMul", ["g", "w"], ["b"])],
+        [*own, helper.make_opsetid("com.microsoft", 1)],
+    )
+    calls = [node("Layer", ["a"], ["b"], domain="local")]
+    uncalled = helper.make_function("local", "Uncalled", ["a"], ["b"], calls, own)
+    square = [node("Gelus", ["a", "a"], ["b"], domain="local")]
+    squares = helper.make_function("local", "Squares", ["a"], ["b"], square, own)
+    nodes = [
+        delayed("w", [3, 3]),
+        node("Gelus", ["x", "w"], ["h"], domain="local"),
+        node("Squares", ["h"], ["y"], domain="local"),
+    ]
+    made = model(nodes, [value("x", [3, 3])], Y, functions=[layer(), takes, uncalled, squares])
+    square_x = np.resize(x, (3, 3))
+    found = run(made, tmp_path, x=square_x)
+    plain = model(nodes[1:], [value("x", [3, 3]), value("w", [3, 3])], Y, functions=[takes, squares])
+    assert np.array_equal(found, run(plain, tmp_path, x=square_x, w=weight))
