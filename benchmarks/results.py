@@ -163,7 +163,11 @@ class Record:
 
 
 def ratios(record: Record) -> dict[Key, dict[str, float]]:
-    """For each row but the references: ``run`` and ``ready`` over the reference's, ``peak`` over the weights."""
+    """For each row but the references: times over the reference's, and ``peak`` over the weights.
+
+    ``run`` is the median of later runs, ``ready`` the time from nothing to the first output, and ``fastest`` that of
+    the fastest later runs, which other programs on the machine disturb least.
+    """
     rows = record.by_key()
     summaries = {key: summarize(row) for key, row in rows.items()}
     found: dict[Key, dict[str, float]] = {}
@@ -173,6 +177,7 @@ def ratios(record: Record) -> dict[Key, dict[str, float]]:
             continue
         found[key] = {
             "run": own.run / reference.run,
+            "fastest": own.extremes[0] / reference.extremes[0],
             "ready": own.ready / reference.ready,
             "peak": own.peak / row.weights,
         }

@@ -28,14 +28,14 @@ def test_a_table_has_a_line_a_case() -> None:
     lines = table(RECORD, "m", 1, "warm").splitlines()
     columns = lines[0].count("|")
     assert [line.count("|") for line in lines[:7]] == [columns] * 7
-    assert "| ours | 50.0 MiB | 1.000 s | 2000 ms | 1000 ms | 950 to 1050 | 2.00 | 10 | same bytes |" in lines
+    assert "| ours | 50.0 MiB | 1.000 s | 2000 ms | 1000 ms | 950 to 1050 | 2.00 | 2.00 | 10 | same bytes |" in lines
     assert lines[6].startswith("| never | refused |")
     assert lines[-1].endswith("never 5 times.")
 
 
 def test_losses_are_the_worst_first_and_no_floors() -> None:
     text = losses(RECORD)
-    assert "ours | 2.00 | 1.50" in text
+    assert "ours | 2.00 | 2.00 | 1.50" in text
     assert "fast" not in text
     assert "floor" not in text
 
