@@ -19,9 +19,6 @@ from ort_delayed.ops.run_files import weights_file
 __all__ = ["FilePayload", "HeldPayload", "PayloadSource", "read_payload"]
 
 
-_ALWAYS_THERE_BYTES = 64 << 10  # of memory; thousands of small weights are not asked for their file's size
-
-
 class PayloadSource(Protocol):
     """Something that yields one tensor's elements, flat."""
 
@@ -77,8 +74,9 @@ def read_payload(
 ) -> npt.NDArray[np.generic]:
     """Read the tensor's bytes from its file and return them as a flat array of its elements.
 
-    ``lend`` gives the buffer. For a large one it is asked only when the file is there and long enough: what a node
-    claims to need may be no number of bytes that anybody has.
+    ``lend`` gives the buffer. It is asked only when the file is there and says that it is long enough: what a node
+    claims to need may be no number of bytes that anybody has. Files that the system makes when they are read (those of
+    ``/proc``) say that they hold nothing, so they are never read.
 
     Raises:
         OSError, ShortReadError: as :func:`weights_file` and :func:`read_into` do.
@@ -88,10 +86,9 @@ def read_payload(
     assert dtype is not None  # packed types never become payloads: the op's specification does not allow them
     fd, stays_open = weights_file(tensor.path, within)
     try:
-        if tensor.nbytes > _ALWAYS_THERE_BYTES:
-            held = max(0, os.fstat(fd).st_size - tensor.offset)
-            if held < tensor.nbytes:
-                raise ShortReadError(tensor.offset, tensor.nbytes, held)
+        held = max(0, os.fstat(fd).st_size - tensor.offset)
+        if held < tensor.nbytes:
+            raise ShortReadError(tensor.offset, tensor.nbytes, held)
         buffer = lend(tensor.nbytes)
         read_into(fd, buffer.data, tensor.offset)
     finally:
