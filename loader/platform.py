@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -38,8 +39,9 @@ def open_checked(path: str, check: _Check, *, resolve: bool) -> int:
 
     ``real_path`` is the path of the object that is opened, links resolved, or None unless ``resolve``. On Linux the
     object is held by an ``O_PATH`` descriptor from before the check until it is open, so nothing can be swapped in
-    between, and nothing but an accepted object is ever opened for reading. Without ``resolve`` a regular file is
-    accepted as it is, and ``check`` has to refuse everything else.
+    between, and nothing but an accepted object is ever opened for reading. Elsewhere what was opened must be what the
+    accepted path leads to. Without ``resolve`` a regular file is accepted as it is, and ``check`` has to refuse
+    everything else.
     """
     if sys.platform == "linux" and resolve:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -57,7 +59,10 @@ def open_checked(path: str, check: _Check, *, resolve: bool) -> int:
     try:
         found = os.fstat(fd)
         if resolve or not stat.S_ISREG(found.st_mode):
-            check(found, os.path.realpath(path) if resolve else None)
+            real = os.path.realpath(path) if resolve else None
+            check(found, real)
+            if real is not None and not os.path.samestat(found, os.stat(real)):
+                raise OSError(errno.ESTALE, "another file was put in its place while it was opened", path)
     except BaseException:
         os.close(fd)
         raise
