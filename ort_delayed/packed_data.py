@@ -23,6 +23,8 @@ from ort_delayed.use_order import nodes_in_order, scoped_initializers
 
 __all__ = ["PackedData"]
 
+_CANNOT_BE_SAVED = "doesn't have an implementation that can cache computed pre-packed weights"
+
 
 @dataclass(slots=True)
 class _Weight:
@@ -165,9 +167,14 @@ class PackedData:
         self._parts += 1
         try:
             saved = pack_piece(made.model, self._scratch.path, f"piece_{self._parts}")
-        except Exception:
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
             # Some kernel packs a weight and offers no bytes to save, which ONNX Runtime takes for an error. It is
-            # found by packing for one node at a time, and does its packing when a session is made, as ever.
+            # found by packing for one node at a time, and does its packing when a session is made, as ever. Any other
+            # error (a full disk) is one.
+            if _CANNOT_BE_SAVED not in str(error):
+                raise
             if len(piece.visits) > 1:
                 for visit in piece.visits:
                     yield from self._saved_parts(Piece(piece.weights, (visit,)), types)

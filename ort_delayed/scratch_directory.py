@@ -57,10 +57,19 @@ class ScratchDirectory:
         return os.path.join(self.path, name)
 
     def _remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        # The lock goes first: where the process has no other descriptor left, its own is there to list the directory,
+        # and Windows removes no file that is open.
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.path)
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.path, name))
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
 
     def _remove_abandoned(self) -> None:
         pattern = re.compile(re.escape(self._stem) + r"[0-9a-f]{12}\.packing")
