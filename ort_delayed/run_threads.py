@@ -15,12 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["RunThreads", "is_thread_of_others", "threads_of_call"]
 
 _STARTED_AT_ONCE = max(2, os.cpu_count() or 1)
+_STARTS_WITHIN = 10  # seconds; a machine has to be very busy for one
 
 _Cancel = Callable[[bool], None]
 """Ends a run before its time; told whether the interpreter ends."""
@@ -70,12 +71,21 @@ class _Job:
             self.error = error
         finally:
             del function  # its closure holds the caller's feeds
-            _here.waiting = ()
-            rest()
-            if claimed:
-                _running.discard(self)
-                self.is_over = True
-                self.over.release()
+            try:
+                _here.waiting = ()
+                rest()
+            finally:  # whatever there is no memory for, nobody waits for ever
+                if claimed:
+                    _running.discard(self)
+                    self.is_over = True
+                    self.over.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Instead of running: nobody will."""
+        if self.claim.acquire(blocking=False):
+            self.error = error
+            self.is_over = True
+            self.over.release()
 
     def withdraw(self) -> bool:
         """Make sure that the job never starts; False where it has started."""
@@ -226,16 +236,44 @@ class _Thread:
         self.identity = 0
 
     def start(self, idle: list[SimpleQueue[_Job | None]]) -> None:
-        """Start it; between jobs its mailbox is in ``idle``."""
+        """Start it; between jobs its mailbox is in ``idle``.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+            MemoryError: there is no memory for what a thread needs at once. Such a thread ends without a word.
+        """
         self.ended.acquire()
-        self.identity = _thread.start_new_thread(_serve, (self.mailbox, idle, self.ended))
+        begun: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.identity = _thread.start_new_thread(_serve, (self.mailbox, idle, self.ended, begun))
+        try:
+            failure = begun.get(timeout=_STARTS_WITHIN)
+        except Empty:
+            failure = MemoryError(f"a thread to run the model on has not begun within {_STARTS_WITHIN} s")
+        except BaseException:
+            self.mailbox.put(None)
+            raise
+        if failure is not None:
+            self.mailbox.put(None)
+            raise failure
 
 
-def _serve(mailbox: SimpleQueue[_Job | None], idle: list[SimpleQueue[_Job | None]], ended: threading.Lock) -> None:
-    _here.is_ours = True
+def _serve(
+    mailbox: SimpleQueue[_Job | None],
+    idle: list[SimpleQueue[_Job | None]],
+    ended: threading.Lock,
+    begun: SimpleQueue[BaseException | None],
+) -> None:
     try:
+        _here.is_ours = True
+        begun.put(None)
         while (job := mailbox.get()) is not None:
             job.execute(lambda: idle.append(mailbox))
             del job
+    except BaseException as error:
+        begun.put(error)
+        while not mailbox.empty():
+            waiting = mailbox.get()
+            if waiting is not None:
+                waiting.fail(error)
     finally:
         ended.release()

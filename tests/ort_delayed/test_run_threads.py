@@ -150,3 +150,36 @@ def test_closing_from_a_thread_of_its_own_does_not_wait_for_itself(threads: RunT
     threads.call(threads.close, ignore)
     assert time.monotonic() - begun < 4  # the time-out is 5 s
     threads.close()
+
+
+def test_a_thread_that_ends_before_it_has_begun_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens where there is no memory for a new thread's first frame: nobody is told."""
+    threads = RunThreads()
+    monkeypatch.setattr(run_threads, "_STARTS_WITHIN", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_threads._thread, "start_new_thread", lambda function, arguments: 1)
+        with pytest.raises(MemoryError, match="has not begun"):
+            threads.call(lambda: 1, lambda at_exit: None)
+    assert threads.call(lambda: 2, lambda at_exit: None) == 2
+    threads.close()
+
+
+def test_a_thread_that_fails_as_it_begins_or_rests_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """No memory for what a thread notes of itself, some of the time."""
+
+        fails = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if self.fails:
+                raise MemoryError("no memory")
+
+    threads = RunThreads()
+    with monkeypatch.context() as patched:
+        patched.setattr(run_threads, "_here", Full())
+        with pytest.raises(MemoryError, match="no memory"):
+            threads.call(lambda: 1, lambda at_exit: None)
+        patched.setattr(Full, "fails", False)
+        assert threads.call(lambda: patched.setattr(Full, "fails", True) or 3, lambda at_exit: None) == 3
+    assert threads.call(lambda: 4, lambda at_exit: None) == 4
+    threads.close()
