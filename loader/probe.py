@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ class PeakRamProbe:
 
     def abandon(self) -> None:
         """Stop behind a failure: take a last measurement if that is possible, and raise nothing."""
-        if not self.started or self._stopped:
+        if not self.started or self._stopped or sys.is_finalizing():  # then nothing may wait for a lock
             return
         self._stop_polling()
         with contextlib.suppress(RamProbeUnavailable):  # what is already propagating matters more

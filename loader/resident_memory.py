@@ -8,6 +8,7 @@ wants a peak opens a :class:`PeakWindow` and writes nothing to ``/proc/self/clea
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 
@@ -77,10 +78,14 @@ class _Recorder:
             return True
 
     def fold(self) -> None:
+        if sys.is_finalizing():  # a daemon thread that was ended there may have held the lock
+            return
         with self._lock:
             self._fold()
 
     def close(self, window: PeakWindow) -> None:
+        if sys.is_finalizing():
+            return
         with self._lock:
             if window in self._windows:
                 self._fold()

@@ -7,6 +7,7 @@ drops it; there is no call-back for that, so the array's own end is the moment a
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 import weakref
 
@@ -61,6 +62,8 @@ class BufferPool:
 
     def _give_back(self, key: int, buffer: mmap.mmap) -> None:
         self._lent.pop(key, None)
+        if sys.is_finalizing():  # a daemon thread that was ended there may have held the lock
+            return
         with self._lock:
             # One idle buffer is what a sequential run needs; parallel runs map their own.
             if not self._idle or len(self._idle[0]) < len(buffer):

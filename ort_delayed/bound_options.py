@@ -7,7 +7,6 @@ external data redirects every load. Another model on the same options would sile
 from __future__ import annotations
 
 import hashlib
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import onnxruntime
 from ort_delayed.install_errors import OptionsInUseError
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.files import FileIdentity
+from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.ops.kernel import Binding
 
 __all__ = ["BoundModel", "bind", "bound_model", "claimed", "model_digest", "refuse_bound"]
@@ -79,7 +79,7 @@ def model_digest(model: bytes) -> bytes:
     return hashlib.blake2b(model, digest_size=16).digest()
 
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _bound: weakref.WeakKeyDictionary[Any, BoundModel | None] = weakref.WeakKeyDictionary()  # None: being bound now
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-
 import onnx
 import onnxruntime
 from onnx import helper
 from onnxruntime.capi import _pybind_state
 
 from ort_delayed.loader.element_types import ELEMENT_TYPES
+from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.ops.attributes import DOMAIN, OP_VERSION
 from ort_delayed.ops.extensions import onnxruntime_extensions
 from ort_delayed.ops.kernel import HANDLE_ATTRIBUTE, kernel_op_type
 
 __all__ = ["check_options", "get_library_path", "register_custom_ops"]
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 
 
 def get_library_path() -> str:

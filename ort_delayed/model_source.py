@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.loader.model_texts import parse_model
+from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.loader.reading import read_into
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
@@ -131,7 +132,9 @@ def serialized(skeleton: Skeleton) -> bytes:
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
+_locks_lock = ProcessLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)  # some may be held by threads that a child does not have
 
 
 @contextmanager
