@@ -87,9 +87,16 @@ def table(record: Record, model: str, size: int, cache: str) -> str:
     if not all(s.cache_verified for s in summaries.values()):
         most = max(s.read_bytes for s in summaries.values() if not s.cache_verified)
         lines += ["", f"(1) Not {cache} in every sample: {most / 1024:.0f} KiB at most were physically read."]
-    refused = [f"{row.way} {row.refused} times" for row in rows if row.refused]
+    refused = [f"{row.way} ({row.refused} times)" for row in rows if row.refused]
     if refused:
-        lines += ["", f"Refused because the budget was not kept, and measured again: {', '.join(refused)}."]
+        lines += [
+            "",
+            f"Refused because the budget was not kept, and measured again up to five times: {', '.join(refused)}.",
+        ]
+    counts = sorted({len(row.samples) for row in rows if row.samples})
+    loads = [sample["load_average"] for row in rows for sample in row.samples]
+    samples = " to ".join(map(str, counts[:: max(len(counts) - 1, 1)]))
+    lines += ["", f"Fresh processes a row: {samples}. Load average {min(loads):.1f} to {max(loads):.1f}."]
     return "\n".join(lines)
 
 
@@ -101,12 +108,18 @@ def _over(row: Row, own: Summary, reference: Summary | None) -> list[str]:
 
 
 def losses(record: Record) -> str:
-    """The cases whose run or first output took more than a tenth longer than their reference's, the worst first."""
-    rows = record.by_key()
+    """The cases whose run or first output took more than a tenth longer than their reference's, the worst first.
+
+    What was sampled only once is left out: a busy moment of the machine would pass for a loss, or for none.
+    """
+    rows = {key: row for key, row in record.by_key().items() if len(row.samples) > 1}
     found = [
         (key, ratio)
         for key, ratio in ratios(record).items()
-        if max(ratio["run"], ratio["ready"]) > _LOSS and not key[3].startswith("floor")
+        if key in rows
+        and rows[key].reference_key in rows
+        and max(ratio["run"], ratio["ready"]) > _LOSS
+        and not key[3].startswith("floor")
     ]
     found.sort(key=lambda item: -item[1]["run"])
     lines = [

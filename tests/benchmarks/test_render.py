@@ -9,8 +9,9 @@ from render import RESULTS, fill, losses, main, table
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 RECORD = record(
-    row("plain", sample(0.5, peak=100 * MIB)),
-    row("ours", sample(1.0, peak=50 * MIB), agreement="same bytes"),
+    row("plain", sample(0.5, peak=100 * MIB), sample(0.5)),
+    row("ours", sample(1.0, peak=50 * MIB), sample(1.0), agreement="same bytes"),
+    row("once", sample(9.0)),
     row("fast", sample(0.1, construct=0.5)),
     row("floor: memcpy", sample(5.0)),
     row("never", refused=5),
@@ -27,16 +28,18 @@ def results(tmp_path: Path) -> Path:
 def test_a_table_has_a_line_a_case() -> None:
     lines = table(RECORD, "m", 1, "warm").splitlines()
     columns = lines[0].count("|")
-    assert [line.count("|") for line in lines[:7]] == [columns] * 7
-    assert "| ours | 50.0 MiB | 1.000 s | 2000 ms | 1000 ms | 950 to 1050 | 2.00 | 2.00 | 10 | same bytes |" in lines
-    assert lines[6].startswith("| never | refused |")
-    assert lines[-1].endswith("never 5 times.")
+    assert [line.count("|") for line in lines[:8]] == [columns] * 8
+    assert "| ours | 50.0 MiB | 1.000 s | 2000 ms | 1000 ms | 925 to 1075 | 2.00 | 2.00 | 10 | same bytes |" in lines
+    assert lines[7].startswith("| never | refused |")
+    assert lines[-3].endswith("never (5 times).")
+    assert lines[-1] == "Fresh processes a row: 1 to 2. Load average 0.5 to 0.5."
 
 
 def test_losses_are_the_worst_first_and_no_floors() -> None:
     text = losses(RECORD)
     assert "ours | 2.00 | 2.00 | 1.50" in text
-    assert "fast" not in text
+    assert "fast |" not in text
+    assert "once" not in text
     assert "floor" not in text
 
 
