@@ -123,8 +123,8 @@ def losses(record: Record) -> str:
     ]
     found.sort(key=lambda item: -item[1]["run"])
     lines = [
-        "| model, size, cache | way | run | to the first output | peak of the weights |",
-        "|---|---|---:|---:|---:|",
+        "| model, size, cache | way | run | fastest run | to the first output | peak of the weights |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for key, ratio in found:
         name = ", ".join(map(str, key[:3]))

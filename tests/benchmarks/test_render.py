@@ -37,6 +37,7 @@ def test_a_table_has_a_line_a_case() -> None:
 
 def test_losses_are_the_worst_first_and_no_floors() -> None:
     text = losses(RECORD)
+    assert len({line.count("|") for line in text.splitlines()}) == 1
     assert "ours | 2.00 | 2.00 | 1.50" in text
     assert "fast |" not in text
     assert "once" not in text
