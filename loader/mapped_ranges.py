@@ -8,6 +8,7 @@ identities are kept and checked.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections import Counter
@@ -184,6 +185,11 @@ class MappedFiles:
         """Close the files. Safe to call twice."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        # For whoever was interrupted between opening them and having a name for this.
+        with contextlib.suppress(Exception):
+            self.close()
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

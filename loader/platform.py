@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 __all__ = ["open_checked", "read_at"]
@@ -287,6 +287,11 @@ if sys.platform == "linux":
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
+
+        def __del__(self) -> None:
+            # For whoever was interrupted before having a name for this.
+            with suppress(Exception):
+                self.close()
 
         def _control(self, request: int, argument: bytes) -> bool:
             import fcntl

@@ -156,10 +156,10 @@ def _write_model(skeleton: Skeleton, out: PendingFile) -> None:
 def _commit(destination: Destination, data: PendingFile | None, data_name: str | None, model: PendingFile) -> None:
     data_path = os.path.join(destination.directory, data_name) if data_name is not None else None
     existed = data_path is not None and os.path.lexists(data_path)
-    if data is not None and data_path is not None:
-        # Whatever has this name has this content: it is replaced by the same bytes.
-        data.commit(data_path, replace=True)
     try:
+        if data is not None and data_path is not None:
+            # Whatever has this name has this content: it is replaced by the same bytes.
+            data.commit(data_path, replace=True)
         model.commit(destination.path, replace=destination.overwrite)
     except BaseException:
         if data_path is not None and not existed and not model.placed:

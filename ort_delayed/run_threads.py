@@ -91,6 +91,7 @@ class _Job:
         """Make sure that the job never starts; False where it has started."""
         if not self.claim.acquire(blocking=False):
             return False
+        self.function = None  # it refers to the session, and the mailbox may be that of a thread that never began
         if self.mailbox is not None:
             self.mailbox.put(self)  # wakes the thread that was taken for it; it finds the job claimed, and rests
         return True
@@ -218,8 +219,13 @@ class RunThreads:
         except IndexError:
             thread = _Thread()
             job.mailbox = thread.mailbox
-            thread.start(self._idle)
+            # Before it is started: an interrupt may come at any moment, and then it is for close to end the thread.
             self._threads.append(thread)
+            try:
+                thread.start(self._idle)
+            except Exception:
+                self._threads.remove(thread)
+                raise
         job.mailbox.put(job)
 
     def _forget_threads_of_a_parent(self) -> None:
@@ -249,9 +255,6 @@ class _Thread:
             failure = begun.get(timeout=_STARTS_WITHIN)
         except Empty:
             failure = MemoryError(f"a thread to run the model on has not begun within {_STARTS_WITHIN} s")
-        except BaseException:
-            self.mailbox.put(None)
-            raise
         if failure is not None:
             self.mailbox.put(None)
             raise failure

@@ -50,7 +50,11 @@ class ScratchDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._remove()
+        try:
+            self._remove()
+        except BaseException:  # an interrupt came in the middle of it
+            self._remove()
+            raise
 
     def file(self, name: str) -> str:
         """The path of a file in the directory."""
@@ -65,7 +69,8 @@ class ScratchDirectory:
         names: list[str] = []
         with contextlib.suppress(OSError):
             names = os.listdir(self.path)
-        for name in names:
+        # The file that was locked goes last: by it the next one finds a directory that was left.
+        for name in sorted(names, key=lambda name: name == _LOCK):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
         with contextlib.suppress(OSError):

@@ -88,4 +88,4 @@ def test_killed_at_random_moments(name: str, tmp_path: Path) -> None:
     (tmp_path / "sources").mkdir()
     (tmp_path / "out").mkdir()
     prepare(tmp_path / "sources")
-    run_snippet(KILLED, tmp_path / "sources", tmp_path / "out", name, "12", timeout=120)
+    run_snippet(KILLED, tmp_path / "sources", tmp_path / "out", name, "8", timeout=120)
