@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ort_delayed.loader import platform
 
 __all__ = ["FileIdentity", "NotARegularFileError", "OutsideDirectoryError", "confining_directories"]
-__all__ += ["is_inside", "open_weights", "opened_weights"]
+__all__ += ["is_inside", "is_path", "open_weights", "opened_weights"]
 
 
 class NotARegularFileError(OSError):
@@ -59,6 +59,14 @@ def confining_directories(directory: str) -> tuple[str, ...]:
 def is_inside(path: str, directories: Sequence[str]) -> bool:
     """Whether ``path`` (absolute, links resolved) is one of ``directories`` or stands below one."""
     return any(path == d or path.startswith(d.rstrip(os.sep) + os.sep) for d in directories)
+
+
+def is_path(text: str) -> bool:
+    """Whether a file could have this path. JSON can spell what none has: nothing, NUL, half of a surrogate pair."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def open_weights(path: str, *, within: Sequence[str] | None = None) -> int:

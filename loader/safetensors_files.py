@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ort_delayed.loader.element_types import element_type_from_safetensors
 from ort_delayed.loader.errors import ShardFormatError
-from ort_delayed.loader.files import FileIdentity
+from ort_delayed.loader.files import FileIdentity, is_path
 from ort_delayed.loader.probe import PeakRamProbe
 from ort_delayed.loader.reading import read_into
 from ort_delayed.loader.safetensors_faults import explain_fault
@@ -160,7 +160,7 @@ def read_index(
     shards: dict[str, str] = {}
     shard_of: dict[str, str] = {}
     for name, location in weight_map.items():
-        if not name or not isinstance(location, str) or not location or "\0" in location:
+        if not name or not isinstance(location, str) or not is_path(location):
             raise ShardFormatError(f"the index '{path}' gives tensor {name!r} the shard {location!r}, no file name")
         if location not in shards:
             shards[location] = shard_path(location, directory, f"the index '{path}'")

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 
 from ort_delayed.loader import platform
-from ort_delayed.loader.files import open_weights
+from ort_delayed.loader.files import is_path, open_weights
 from ort_delayed.loader.quoting import quoted
 from ort_delayed.pack_layout import RangeGroup
 from ort_delayed.skeletons import Skeleton
@@ -222,13 +222,5 @@ def _check_types(values: dict[str, object]) -> None:
         if not isinstance(values[name], kind):
             raise TypeError(f"'{name}' is {values[name]!r:.200}")
     data_file = values["data_file"]
-    if isinstance(data_file, str) and not _is_file_name(data_file):
+    if isinstance(data_file, str) and not (is_path(data_file) and os.path.basename(data_file) == data_file):
         raise ValueError(f"the data file must stand beside the model, found {quoted(data_file)}")
-
-
-def _is_file_name(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        return False
-    return bool(text) and "\0" not in text and os.path.basename(text) == text

@@ -330,6 +330,7 @@ def test_totals_that_writers_write(tmp_path: Path, total: object) -> None:
         ('{"weight_map": {"a": 3}}', "gives tensor 'a' the shard 3"),
         ('{"weight_map": {"a": ""}}', "gives tensor 'a' the shard ''"),
         ('{"weight_map": {"a": "x\\u0000"}}', "no file name"),
+        ('{"weight_map": {"a": "\\ud800"}}', "no file name"),
         ('{"weight_map": {"": "s"}}', "gives tensor '' the shard 's'"),
         ('{"weight_map": {"a": "s", "a": "t"}}', "the key 'a' stands there twice"),
         ("[" * 100_000, "is not valid JSON"),
