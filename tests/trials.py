@@ -200,7 +200,7 @@ def every_way(path: Path) -> Mapping[str, str]:
         feeds = dict(stored)
     out = path.parent / "out"
     outside = out / "outside.onnx"
-    onnx.save_model(onnx.load(path), outside, save_as_external_data=True, location="o.bin", size_threshold=1024)
+    onnx.save_model(onnx.load(path), outside, save_as_external_data=True, location="o.bin", size_threshold=64)
     has_outside = (out / "o.bin").exists() and (out / "o.bin").stat().st_size > 0
     names = {d: str(out / f"{d}.onnx") for d in ("file", "cpu", "restored", "packed")}
     for device in ("file", "cpu"):

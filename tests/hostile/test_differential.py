@@ -26,7 +26,7 @@ def write(directory: Path, made: GeneratedModel) -> Path:
     return directory / "case.onnx"
 
 
-@lengths(40, 1500)
+@lengths(36, 1500)
 def test_every_way_to_run_a_model_gives_the_same_numbers(worker: TrialWorker, tmp_path: Path, examples: int) -> None:
     seen: set[str] = set()
     ways: dict[str, int] = {}

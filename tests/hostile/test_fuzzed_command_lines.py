@@ -87,7 +87,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@lengths(120, 6000)
+@lengths(90, 6000)
 def test_any_command_line(worker: TrialWorker, originals: Path, tmp_path: Path, examples: int) -> None:
     files = tmp_path / "files"
 

@@ -93,7 +93,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@lengths(100, 8000)
+@lengths(80, 8000)
 def test_any_entries(worker: TrialWorker, directory: Path, examples: int) -> None:
     def trial(made: onnx.ModelProto) -> None:
         path = directory / "case.onnx"

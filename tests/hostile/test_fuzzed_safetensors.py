@@ -85,7 +85,7 @@ def _product(shape: list[int]) -> int:
     return count
 
 
-@lengths(250, 30000)
+@lengths(200, 30000)
 def test_headers_that_are_almost_valid(worker: TrialWorker, tmp_path: Path, examples: int) -> None:
     def trial(case: tuple[bytes, int, int | None]) -> None:
         header, nbytes, length = case
@@ -154,7 +154,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@lengths(150, 20000)
+@lengths(100, 20000)
 def test_any_index(worker: TrialWorker, checkpoint: Path, examples: int) -> None:
     def trial(content: bytes) -> None:
         path = checkpoint / "model.safetensors.index.json"
