@@ -1,8 +1,9 @@
 """How much of the process's resident memory one session under a budget has taken.
 
-That is what is resident above a baseline taken when construction begins, less what is not the session's: what the
-process gains while the session has no run under way moves the baseline, and weights that other sessions under budgets
-map meanwhile are taken off by their own records. Both only while they stay: a baseline never sinks below its start.
+That is what is resident above a baseline taken when construction begins, less what is not the session's. What the
+process gains while the session has no run under way moves the baseline, while it stays: a baseline never sinks below its
+start. Weights that other sessions under budgets have mapped are taken off by their own records, and are no part of the
+baseline either: a session that is replaced by a new one would leave it what it held.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class RunPeak:
     def __init__(self, use: MemoryUse) -> None:
         self.beside: dict[int, int] = {}
         self._use = use
+        self._elsewhere = _mapped_elsewhere(use)
         self._window = PeakWindow()
         self._highest = 0
 
@@ -41,9 +43,13 @@ class RunPeak:
         """The highest use in bytes, and how it is known."""
         mark = self._window.read()
         if mark is not None:
-            return self._use.share_of(mark), "kernel-high-water-mark"
+            return self._share_of(mark), "kernel-high-water-mark"
         self.note(_resident_bytes())
-        return self._use.share_of(self._highest), "highest-sample"
+        return self._share_of(self._highest), "highest-sample"
+
+    def _share_of(self, resident: int) -> int:
+        # What others had when this began they may give up meanwhile, but not gain without a run of theirs.
+        return resident - self._elsewhere - self._use.baseline
 
 
 class MemoryUse:
@@ -62,15 +68,14 @@ class MemoryUse:
         self._budget = budget_bytes
         # What the C library keeps of memory that was freed would hide as much of what the session takes.
         release_free_memory()
-        self._start = self._idle = _resident_bytes()
+        self._start = self._idle = self._beside_others()
         self._gained = 0
-        self._elsewhere = _mapped_elsewhere(self)
         self._peaks: list[RunPeak] = []
         _all_uses.add(self)
 
     @property
     def baseline(self) -> int:
-        """Resident bytes of the process that are not the session's."""
+        """Resident bytes of the process that are neither the session's nor weights of other sessions under budgets."""
         return self._start + self._gained
 
     def now(self) -> int:
@@ -78,23 +83,17 @@ class MemoryUse:
         resident = _resident_bytes()
         for peak in self._peaks:
             peak.note(resident)
-        elsewhere = _mapped_elsewhere(self) - self._elsewhere if len(_all_uses) > 1 else 0
-        return self.share_of(resident) - elsewhere
+        return resident - _mapped_elsewhere(self) - self.baseline
 
     def with_others(self) -> int:
-        """Bytes that this session and those beside it have taken together, measured now."""
-        return self.share_of(_resident_bytes())
-
-    def share_of(self, resident: int) -> int:
-        """What of so many resident bytes stands above the baseline."""
-        return resident - self.baseline
+        """Bytes that this session and those whose runs are beside its own have taken together, measured now."""
+        return _resident_bytes() - _mapped_elsewhere(self, idle=True) - self.baseline
 
     def begin(self) -> RunPeak:
         """A run or a construction begins; it must be ended."""
         with _lock:
             if not self._peaks:
-                self._gained = max(self._gained + _resident_bytes() - self._idle, 0)
-                self._elsewhere = _mapped_elsewhere(self)
+                self._gained = max(self._gained + self._beside_others() - self._idle, 0)
             peak = RunPeak(self)
             for other in _all_uses:
                 if other is not self and other._peaks:
@@ -110,20 +109,25 @@ class MemoryUse:
             if peak in self._peaks:  # a fork has forgotten it
                 self._peaks.remove(peak)
             if not self._peaks:
-                self._idle = _resident_bytes()
+                self._idle = self._beside_others()
 
     def after_fork(self) -> None:
         """In a forked child: no run of the parent's is under way, and pages of file mappings did not come along."""
         self._peaks.clear()
-        self._idle = _resident_bytes()
+        self._idle = self._beside_others()
+
+    def _beside_others(self) -> int:
+        return _resident_bytes() - _mapped_elsewhere(self)
 
 
 _lock = threading.Lock()
 _all_uses: weakref.WeakSet[MemoryUse] = weakref.WeakSet()
 
 
-def _mapped_elsewhere(use: MemoryUse) -> int:
-    return sum(other._mapped_bytes() for other in list(_all_uses) if other is not use)
+def _mapped_elsewhere(use: MemoryUse, *, idle: bool = False) -> int:
+    """Bytes of weights that other sessions have recorded as resident; only those without a run under way if ``idle``."""
+    others = (other for other in list(_all_uses) if other is not use and not (idle and other._peaks))
+    return sum(other._mapped_bytes() for other in others)
 
 
 def _resident_bytes() -> int:

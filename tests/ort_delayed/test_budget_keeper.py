@@ -803,3 +803,26 @@ def test_what_a_delayed_weight_is_loaded_into_has_room_in_the_plan(chain: str, t
     assert plan.room_bytes <= 80 * MIB - 24 * MIB
     assert report.last_run is not None
     assert report.last_run.reliefs == 0  # the pager had made room before
+
+
+REPLACED = """
+import numpy as np, ort_delayed
+from ort_delayed.loader import platform
+from budget_models import *
+without_first_costs()
+model, budget = sys.argv[1], 32 * MIB
+expected, resident = None, []
+for _ in range(6):
+    session = ort_delayed.InferenceSession(model, ram_budget=budget)  # the one before goes when this one is there
+    for _ in range(2):
+        found = session.run(None, feed(model))[0].tobytes()
+        assert expected in (None, found)
+        expected = found
+    assert session.memory_report.last_run.dropped_bytes > 0, session.memory_report
+    resident.append(platform.resident_bytes())
+assert max(resident[1:]) - resident[0] < 8 * MIB, resident
+"""
+
+
+def test_a_session_that_takes_anothers_place_does_not_inherit_its_memory(chain: str) -> None:
+    run_snippet(REPLACED, chain)
