@@ -28,14 +28,14 @@ def format_group(rows: Sequence[Row], *, times: bool) -> str:
             cells.append([row.way, "failed" if row.error else "refused", limit, *[""] * (len(headers) - 3)])
             continue
         own = summaries[row.way]
-        peak = f"{own.peak / MIB:.1f}" + ("" if own.cache_verified else " !")
+        peak = f"{own.peak / MIB:.1f}" + (" !" if times and not own.cache_verified else "")
         timed = _timed(row, own, summaries.get(row.reference)) if times else []
         cells.append([row.way, peak, limit, *timed, row.agreement])
     notes = [
         f"! {row.way}: the page cache was not {row.cache} in every sample; "
         f"{summaries[row.way].read_bytes / 1024:.0f} KiB read physically"
         for row in rows
-        if row.way in summaries and not summaries[row.way].cache_verified
+        if times and row.way in summaries and not summaries[row.way].cache_verified
     ]
     notes += [f"{row.way}: {row.refused} processes refused, budget not kept" for row in rows if row.refused]
     notes += [f"{row.way}: {row.error}" for row in rows if row.error]
