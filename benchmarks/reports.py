@@ -16,11 +16,9 @@ def format_group(rows: Sequence[Row], *, times: bool) -> str:
     first = rows[0]
     title = f"{first.model}, {first.size}, {first.cache}" if first.size else f"{first.model}, {first.cache}"
     summaries = {row.way: summarize(row) for row in rows if row.samples}
-    headers = [title, "peak\nMiB", "limit\nMiB"]
-    headers += ["anon\nMiB", "mapped\nMiB", "construct\ns", "first\nms", "run\nms", "quartiles\nms", "times\nref."]
-    headers += ["faults\na run", "outputs"] if times else ["outputs"]
-    if not times:
-        headers = [headers[0], headers[1], headers[2], "outputs"]
+    timed_headers = ["anon\nMiB", "mapped\nMiB", "construct\ns", "first\nms", "run\nms", "quartiles\nms", "times\nref."]
+    timed_headers.append("faults\na run")
+    headers = [title, "peak\nMiB", "limit\nMiB", *(timed_headers if times else []), "outputs"]
     cells = []
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit / MIB:.0f}"
