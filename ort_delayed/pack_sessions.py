@@ -12,6 +12,7 @@ import onnxruntime
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.graphs import bodies, captured_names, iter_graphs
 from ort_delayed.pack_pieces import element_of
+from ort_delayed.unique_names import rename_shadowing_values
 
 __all__ = ["OPTIMIZATION_LEVELS", "SavedModel", "optimize_model", "pack_piece", "value_types"]
 
@@ -64,6 +65,7 @@ def optimize_model(
     options.add_session_config_entry(_NO_PREPACKING, "1")
     saved = _saved(model, options, os.path.join(scratch, "optimized"), least_bytes)
     _drop_duplicates(saved.model)
+    rename_shadowing_values(saved.model)
     return saved
 
 

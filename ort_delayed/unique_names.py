@@ -12,7 +12,7 @@ import onnx
 
 from ort_delayed.graphs import NamePool, bodies, iter_graphs
 
-__all__ = ["make_names_unique", "rename_value"]
+__all__ = ["make_names_unique", "rename_shadowing_values", "rename_value"]
 
 
 def make_names_unique(
@@ -38,6 +38,22 @@ def make_names_unique(
     for body in inner:
         for name in [n for n in _constants(body) if n in main_names]:
             rename_value(body, name, pool.fresh(name))
+
+
+def rename_shadowing_values(model: onnx.ModelProto) -> None:
+    """Rename what nodes of a body yield under a name that a value around it has.
+
+    ONNX Runtime writes such models (the Casts that it inserts around float16 are called after what they cast, in a body
+    and in the bodies within), and refuses to load them.
+    """
+    pool = NamePool(model)
+    pending: list[tuple[onnx.GraphProto, set[str]]] = [(model.graph, set())]
+    while pending:
+        graph, outer = pending.pop()
+        for name in sorted({o for node in graph.node for o in node.output if o} & outer):
+            rename_value(graph, name, pool.fresh(name))
+        names = outer | _defined(graph)
+        pending.extend((body, names) for node in graph.node for body in bodies(node))
 
 
 def rename_value(graph: onnx.GraphProto, old: str, new: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from packable_models import PACKABLE, Packable, delayed_copy, random, save_external
 from subprocesses import run_snippet
 
@@ -374,3 +375,41 @@ def test_memory_of_packing_is_that_of_a_piece_not_of_the_model(tmp_path: Path) -
     if peak == "None":
         pytest.skip("the system keeps no high-water mark")
     assert int(peak) < 80 << 20
+
+
+def test_casts_that_onnxruntime_inserts_under_one_name_in_bodies_within_bodies(tmp_path: Path) -> None:
+    def choice(value: str, seed: int, inner: bool) -> onnx.GraphProto:
+        w = numpy_helper.from_array(random(8, seed=seed).astype(np.float16), f"w{seed}")
+        nodes = [helper.make_node("Add", [value, f"w{seed}"], [f"a{seed}"])]
+        for turn in ("t", "u"):
+            source = f"a{seed}" if turn == "t" else f"t{seed}"
+            nodes.append(helper.make_node("Transpose", [source], [f"{turn}{seed}"], perm=[1, 0]))
+        last = f"u{seed}"
+        if inner:
+            branches = {
+                "then_branch": choice(last, 10 * seed, inner=False),
+                "else_branch": choice(last, 10 * seed + 1, inner=False),
+            }
+            nodes.append(helper.make_node("If", ["flag"], [f"y{seed}"], **branches))
+            last = f"y{seed}"
+        yields = [helper.make_tensor_value_info(last, TensorProto.FLOAT16, None)]
+        return helper.make_graph(nodes, f"g{seed}", [], yields, [w])
+
+    branches = {"then_branch": choice("x", 1, inner=True), "else_branch": choice("x", 2, inner=True)}
+    graph = helper.make_graph(
+        [helper.make_node("If", ["flag"], ["y"], **branches)],
+        "graph",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT16, [3, 8]),
+            helper.make_tensor_value_info("flag", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)],
+    )
+    source, packed = tmp_path / "m.onnx", tmp_path / "p.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), source)
+    pack_model(source, packed)
+    for flag in (True, False):
+        feeds = {"x": random(3, 8).astype(np.float16), "flag": np.array(flag)}
+        (expected,) = onnxruntime.InferenceSession(str(source)).run(None, feeds)
+        (found,) = ort_delayed.InferenceSession(str(packed)).run(None, feeds)
+        assert found.tobytes() == expected.tobytes()
