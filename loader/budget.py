@@ -30,15 +30,23 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
         observed_bytes: resident bytes above the baseline: now where something was requested, else the peak.
         requested_bytes: further bytes that the operation needs; 0 if the budget was exceeded already.
         operation: what was being done, as a phrase behind "while".
+        advice: what to do, as a sentence, where that is known.
     """
 
     def __init__(
-        self, *, budget_bytes: int, observed_bytes: int, requested_bytes: int = 0, operation: str = "operation"
+        self,
+        *,
+        budget_bytes: int,
+        observed_bytes: int,
+        requested_bytes: int = 0,
+        operation: str = "operation",
+        advice: str = "",
     ) -> None:
         self.budget_bytes = budget_bytes
         self.observed_bytes = observed_bytes
         self.requested_bytes = requested_bytes
         self.operation = operation
+        self.advice = advice
         needed = observed_bytes + requested_bytes
         found = f"{observed_bytes} bytes of resident memory above the baseline"
         if requested_bytes:
@@ -47,6 +55,7 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
             f"RAM budget exceeded while {operation}: {found}, the budget is {budget_bytes} bytes; "
             f"at least {needed} bytes are needed here"
             + (" (a budget is a number of bytes; did you mean MiB?)" if budget_bytes < _HARDLY_MEANT_BYTES else "")
+            + (f". {advice}" if advice else "")
         )
 
     @property
@@ -56,12 +65,16 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are copied and sent between processes by calling the type with `args`, which are not ours.
-        return _rebuild, (self.budget_bytes, self.observed_bytes, self.requested_bytes, self.operation)
+        return _rebuild, (self.budget_bytes, self.observed_bytes, self.requested_bytes, self.operation, self.advice)
 
 
-def _rebuild(budget: int, observed: int, requested: int, operation: str) -> RamBudgetExceeded:
+def _rebuild(budget: int, observed: int, requested: int, operation: str, advice: str) -> RamBudgetExceeded:
     return RamBudgetExceeded(
-        budget_bytes=budget, observed_bytes=observed, requested_bytes=requested, operation=operation
+        budget_bytes=budget,
+        observed_bytes=observed,
+        requested_bytes=requested,
+        operation=operation,
+        advice=advice,
     )
 
 

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import onnxruntime
 
-from ort_delayed.budgeted_source import prepare_budgeted
+from ort_delayed.budgeted_source import BudgetedSource, prepare_budgeted
 from ort_delayed.construction_options import building_in_place
 from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
-from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
+from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
 from ort_delayed.loader.platform import large_blocks_go_back
-from ort_delayed.memory_plan import DelayedBytes, MemoryPlan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
@@ -31,6 +31,7 @@ from ort_delayed.paged_weights import PagedWeights
 from ort_delayed.pager import PagerCounts
 from ort_delayed.run_turns import RunTurns
 from ort_delayed.runs_under_way import RunsUnderWay, RunUnderWay
+from ort_delayed.session_estimate import estimated_construction_bytes, estimated_session_bytes
 from ort_delayed.watcher import Watcher
 
 __all__ = ["BudgetKeeper"]
@@ -42,6 +43,8 @@ _SHRINKAGE_ENTRY = "memory.enable_memory_arena_shrinkage"
 _READ_PER_CORE, _CLEARED_PER_CORE = 15 << 30, 4 << 30
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
+_CONSTRUCTING, _RUNNING = "constructing the session", "running the model"
+_RUN_ADVICE = "It may need more still: activations grow with the inputs, smaller batches or sequences need less"
 _one_construction = threading.Lock()
 _T = TypeVar("_T")
 
@@ -77,6 +80,8 @@ class BudgetKeeper:
         self._runs = RunsUnderWay()
         self._lock = threading.Lock()  # of the report and the plan
         self._delayed = DelayedBytes()
+        self._packing_bytes = 0
+        self._expected_bytes = 0
         self._plan: MemoryPlan | None = None
         self._is_built = False
         self._is_paced = False
@@ -122,7 +127,23 @@ class BudgetKeeper:
             self._weights.close()
         self._weights = weights
         self._delayed = DelayedBytes.of(binding.sources())
+        self._expect(prepared)
         return prepared.model, prepared.external_directory
+
+    def _expect(self, source: BudgetedSource) -> None:
+        """Estimate what budget would do, to be able to say so where this one does not."""
+        session_bytes = estimated_session_bytes(len(source.model)) + self._delayed.held_bytes
+        self._packing_bytes = estimated_construction_bytes(source, session_bytes)
+        self._expected_bytes = make_plan(
+            budget_bytes=self.budget.max_bytes,
+            session_bytes=session_bytes,
+            activations_bytes=0,
+            groups=source.groups,
+            weights=source.weights,
+            can_map_by_page=True,
+            delayed=self._delayed,
+            construction_bytes=self._packing_bytes,
+        ).least_budget_bytes
 
     def session_arguments(self, providers: Sequence[object] | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments for onnxruntime.InferenceSession: those given, and what the prepared model needs.
@@ -202,8 +223,9 @@ class BudgetKeeper:
         """Make the plan from what the session has taken, and refuse a session that does not fit."""
         platform.release_free_memory()  # else what construction has freed would be taken for the session's
         session_bytes = max(self._use.now(), 0)
-        self._replan(weights, session_bytes, 0)
         peak, how = self._construction.read()
+        self._packing_bytes = min(self._packing_bytes, peak)
+        self._replan(weights, session_bytes, 0)
         self._report = replace(
             self._report,
             construction_peak_bytes=peak,
@@ -211,23 +233,36 @@ class BudgetKeeper:
             peak_source=how,
             drops_page_cache=weights.look_at_system(),
         )
-        self._check_peak(peak, self._construction, "constructing the session")
+        self._check_peak(peak, self._construction, _CONSTRUCTING)
         if self.plan.least_budget_bytes > self.budget.max_bytes:
             raise RamBudgetExceeded(
                 budget_bytes=self.budget.max_bytes,
                 observed_bytes=session_bytes,
                 requested_bytes=self.plan.least_budget_bytes - session_bytes,
-                operation="constructing the session",
+                operation=_CONSTRUCTING,
+                advice=self._advice(self.plan.least_budget_bytes),
             )
         self._use.end(self._construction)
 
     def _check_peak(self, peak: int, measured: RunPeak, operation: str) -> None:
         # The kernel's mark is the process's: where other sessions ran meanwhile, all of them together are bound.
         if peak > self.budget.max_bytes + sum(measured.beside.values()):
-            raise RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=peak, operation=operation)
+            raise self._exceeded(peak, operation)
+
+    def _exceeded(self, observed: int, operation: str) -> RamBudgetExceeded:
+        return RamBudgetExceeded(
+            budget_bytes=self.budget.max_bytes,
+            observed_bytes=observed,
+            operation=operation,
+            advice=self._advice(observed) if operation == _CONSTRUCTING else _RUN_ADVICE,
+        )
+
+    def _advice(self, needed: int) -> str:
+        enough = max(self._expected_bytes, needed) * 5 // 4
+        return f"About {format_bytes(enough)} should do; 'ort-delayed plan' says what they are needed for"
 
     def _replan(self, weights: PagedWeights, session_bytes: int, activations_bytes: int) -> None:
-        plan = self._plan = weights.replan(session_bytes, activations_bytes, self._delayed)
+        plan = self._plan = weights.replan(session_bytes, activations_bytes, self._delayed, self._packing_bytes)
         # Where every group fits, a tick may fill memory up to the limit without waking the watcher.
         self._is_paced = all(group.nbytes <= plan.room_bytes for group in plan.groups)
         self._mark = plan.budget_bytes - plan.headroom_bytes + (plan.headroom_bytes // 4 if self._is_paced else 0)
@@ -278,7 +313,7 @@ class BudgetKeeper:
         finally:
             self._use.end(run.peak)
         run.raise_failure()
-        self._check_peak(peak, run.peak, "running the model")
+        self._check_peak(peak, run.peak, _RUNNING)
 
     def _start_watcher(self) -> None:
         try:
@@ -355,9 +390,7 @@ class BudgetKeeper:
         if beside and self._use.with_others() <= self.budget.max_bytes + sum(beside.values()):
             return
         what = self._operation
-        self._runs.end(
-            lambda: RamBudgetExceeded(budget_bytes=self.budget.max_bytes, observed_bytes=used, operation=what)
-        )
+        self._runs.end(lambda: self._exceeded(used, what))
 
     def watcher_failed(self, error: BaseException) -> None:
         """The watching thread has ended: what is under way must not go on unwatched."""
@@ -375,7 +408,7 @@ class BudgetKeeper:
 
     @property
     def _operation(self) -> str:
-        return "running the model" if self._is_built else "constructing the session"
+        return _RUNNING if self._is_built else _CONSTRUCTING
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ _MIB = 1 << 20
 HEADROOM_BYTES = 48 * _MIB
 """Most bytes held back where weights stream between two ticks: what two busy cores can touch before a late poll."""
 _PACED_HEADROOM_BYTES = 16 * _MIB
-_LEAST_HEADROOM_BYTES = 4 * _MIB
+# For mapped weights: what is in use, and what is touched before the watcher has seen it.
+_LEAST_ROOM_BYTES = 12 * _MIB
 _BY_PAGE_HEADROOM_BYTES = 32 * _MIB
 # Groups of less are joined: a tick costs some 20 us, in which a core reads a quarter of this.
 _LEAST_GROUP_BYTES = _MIB
@@ -285,7 +286,7 @@ def make_plan(
         stays_bytes=stays,
         refetched_bytes_per_run=whole - stays,
         predicted_peak_bytes=max(fixed + min(mapped, room), construction_bytes),
-        least_budget_bytes=max(fixed + min(2 * _LEAST_HEADROOM_BYTES, max(mapped, 1)), construction_bytes),
+        least_budget_bytes=max(fixed + min(_LEAST_ROOM_BYTES, max(mapped, 1)), construction_bytes),
         delayed_bytes_per_run=delayed.read_bytes,
         load_bytes=delayed.load_bytes,
         construction_bytes=construction_bytes,

@@ -1,9 +1,9 @@
 """How much of the process's resident memory one session under a budget has taken.
 
 That is what is resident above a baseline taken when construction begins, less what is not the session's. What the
-process gains while the session has no run under way moves the baseline, while it stays: a baseline never sinks below its
-start. Weights that other sessions under budgets have mapped are taken off by their own records, and are no part of the
-baseline either: a session that is replaced by a new one would leave it what it held.
+process gains while the session has no run under way moves the baseline, while it stays: a baseline never sinks below
+its start. Weights that other sessions under budgets have mapped are taken off by their own records, and are no part of
+the baseline either: a session that is replaced by a new one would leave it what it held.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _all_uses: weakref.WeakSet[MemoryUse] = weakref.WeakSet()
 
 
 def _mapped_elsewhere(use: MemoryUse, *, idle: bool = False) -> int:
-    """Bytes of weights that other sessions have recorded as resident; only those without a run under way if ``idle``."""
+    """Bytes of weights that other sessions have recorded as resident; if ``idle`` only those without a run."""
     others = (other for other in list(_all_uses) if other is not use and not (idle and other._peaks))
     return sum(other._mapped_bytes() for other in others)
 

@@ -123,7 +123,9 @@ class PagedWeights:
                 "(ort_delayed.pack_model), or use a lower graph_optimization_level"
             )
 
-    def replan(self, session_bytes: int, activations_bytes: int, delayed: DelayedBytes) -> MemoryPlan:
+    def replan(
+        self, session_bytes: int, activations_bytes: int, delayed: DelayedBytes, construction_bytes: int
+    ) -> MemoryPlan:
         """Make the plan for what has been measured, and let the pager keep to it.
 
         Memory that a delayed weight is loaded into comes between two ticks, where the pager cannot make room for it:
@@ -137,6 +139,7 @@ class PagedWeights:
             weights=self.source.weights,
             can_map_by_page=self.by_page.works,
             delayed=delayed,
+            construction_bytes=construction_bytes,
         )
         for name in plan.by_page:
             for piece in self._not_by_page.pop(name, ()):

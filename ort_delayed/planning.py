@@ -6,7 +6,7 @@ import os
 
 import onnxruntime
 
-from ort_delayed.budgeted_source import BudgetedSource, prepare_budgeted
+from ort_delayed.budgeted_source import prepare_budgeted
 from ort_delayed.checking import unusable_files
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
@@ -15,16 +15,9 @@ from ort_delayed.loader.layers import group_names
 from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.session_estimate import estimated_construction_bytes, estimated_session_bytes
 
 __all__ = ["group_labels", "plan_session"]
-
-# What ONNX Runtime takes is known when a session has been made. Measured here, in a process's first session: 14.6 MB
-# for a graph of 141 kB (MiniLM), of which the second session of the process took 3.5 MB.
-_FIRST_SESSION_BYTES = 11 << 20
-_SESSION_BYTES_PER_GRAPH_BYTE = 24
-# While a session on a packed model is made. Measured as the least budget at which ten constructions of ten succeed
-# (benchmarks/packing_room.py): 18 MiB for weights of 4 MiB, 56 for 16, 144 for 64.
-_PACKING_SLACK_BYTES, _MOST_PACKING_SLACK_BYTES = 8 << 20, 96 << 20
 
 
 def plan_session(
@@ -59,7 +52,7 @@ def plan_session(
             raise
         _refuse_unusable_files(model, weights_dir)
         delayed = DelayedBytes.of(binding.sources())
-        session_bytes = _estimated_session_bytes(source) + delayed.held_bytes
+        session_bytes = estimated_session_bytes(len(source.model)) + delayed.held_bytes
         return make_plan(
             budget_bytes=budget.max_bytes,
             session_bytes=session_bytes,
@@ -68,7 +61,7 @@ def plan_session(
             weights=source.weights,
             can_map_by_page=by_page.works,
             delayed=delayed,
-            construction_bytes=_construction_bytes(source, session_bytes),
+            construction_bytes=estimated_construction_bytes(source, session_bytes),
         )
     finally:
         by_page.close()
@@ -94,20 +87,3 @@ def _most_frequent(layers: list[str]) -> str:
     numbered = [layer for layer in layers if "layer-" in layer]
     chosen = numbered or layers
     return max(chosen, key=chosen.count, default="")
-
-
-def _estimated_session_bytes(source: BudgetedSource) -> int:
-    return _FIRST_SESSION_BYTES + _SESSION_BYTES_PER_GRAPH_BYTE * len(source.model)
-
-
-def _construction_bytes(source: BudgetedSource, session_bytes: int) -> int:
-    """For a packed model: its largest weight, which a kernel packs once more; what it is read from and compared with.
-
-    Those pages can be given up, but not before they have been seen, so of large weights less is needed.
-    """
-    sizes = [t.nbytes for t in source.tensors if t.name in source.packed_ranges]
-    if not source.packed or not sizes:
-        return 0
-    slack = min(2 * max(sizes) + _PACKING_SLACK_BYTES, _MOST_PACKING_SLACK_BYTES)
-    # No more than everything there is: the session, and what has been packed.
-    return max(sizes) + min(slack, session_bytes + sum(sizes))

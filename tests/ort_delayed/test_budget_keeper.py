@@ -826,3 +826,20 @@ assert max(resident[1:]) - resident[0] < 8 * MIB, resident
 
 def test_a_session_that_takes_anothers_place_does_not_inherit_its_memory(chain: str) -> None:
     run_snippet(REPLACED, chain)
+
+
+def test_a_data_file_that_is_cut_is_refused_with_its_name_and_a_tensors(chain: str, tmp_path: Path) -> None:
+    for file in Path(chain).parent.iterdir():
+        shutil.copy(file, tmp_path)
+    model = tmp_path / Path(chain).name
+    location = next(
+        e.value
+        for t in onnx.load(model, load_external_data=False).graph.initializer
+        for e in t.external_data
+        if e.key == "location"
+    )
+    os.truncate(tmp_path / location, 20 * MIB)
+    with pytest.raises(
+        ValueError, match=rf"{location}' has {20 * MIB} bytes and must have at least .* cut off, such as"
+    ):
+        session_of(str(model))
