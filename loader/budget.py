@@ -14,6 +14,8 @@ _MIB = 1 << 20
 _HARDLY_MEANT_BYTES = 64 << 10
 _MOST_BYTES = 2**63 - 1
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+# A unit of one letter is binary, as for containers and services.
+_UNITS |= {"k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
 _UNITS |= {"kib": 1 << 10, "mib": _MIB, "gib": 1 << 30, "tib": 1 << 40}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([A-Za-z]*)", re.ASCII)
 
@@ -117,7 +119,8 @@ class RamBudget:
         """The budget that a text such as ``"192MiB"``, ``"1.5 GB"`` or ``"1000000"`` (bytes) names.
 
         Raises:
-            ValueError: the text is not an amount with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
+            ValueError: the text is not an amount with one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB;
+                K, M, G and T are those of the latter four.
         """
         found = _AMOUNT.fullmatch(text.strip())
         unit = _UNITS.get(found[2].lower()) if found else None

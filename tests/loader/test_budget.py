@@ -108,3 +108,9 @@ def test_exceeding_survives_copying_and_pickling(again: object) -> None:
 def test_bytes_are_shown_in_a_readable_unit() -> None:
     assert format_bytes(17) == "17 bytes"
     assert format_bytes(3 << 19) == "1.50 MiB"
+
+
+def test_units_of_one_letter_are_binary() -> None:
+    assert RamBudget.parse("64M").max_bytes == 64 << 20
+    assert RamBudget.parse("1.5g").max_bytes == 3 << 29
+    assert RamBudget.parse("512k").max_bytes == 512 << 10
