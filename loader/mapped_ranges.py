@@ -169,11 +169,16 @@ class MappedFiles:
                     f"the file '{path}', from which weights are mapped, cannot be found any more ({error.strerror}): "
                     "construct the session again once it is back"
                 ) from error
-            if found != expected:
-                raise MappedFileChanged(
-                    f"the file '{path}', from which weights are mapped, has changed since the session was constructed "
-                    f"({_difference(expected, found)}): construct the session again"
-                )
+            _refuse_changed(path, expected, found)
+
+    def check_not_rewritten(self) -> None:
+        """Refuse files that were written to since they were opened, wherever their paths lead now.
+
+        Raises:
+            MappedFileChanged: the file's size or time of change is new.
+        """
+        for path, fd in self._open.items():
+            _refuse_changed(path, self._identities[path], FileIdentity.of(fd))
 
     def drop_cached(self, piece: Piece) -> None:
         """Ask the system to forget its cached pages of a piece that has been given up."""
@@ -190,6 +195,14 @@ class MappedFiles:
         # For whoever was interrupted between opening them and having a name for this.
         with contextlib.suppress(Exception):
             self.close()
+
+
+def _refuse_changed(path: str, expected: FileIdentity, found: FileIdentity) -> None:
+    if found != expected:
+        raise MappedFileChanged(
+            f"the file '{path}', from which weights are mapped, has changed since the session was constructed "
+            f"({_difference(expected, found)}): construct the session again"
+        )
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

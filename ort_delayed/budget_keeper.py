@@ -283,7 +283,7 @@ class BudgetKeeper:
 
         Raises:
             RuntimeError: as :meth:`RunTurns.turn` says.
-            MappedFileChanged: before anything is touched.
+            MappedFileChanged: before anything is touched, or after a run during which a file was rewritten.
             RamBudgetExceeded: the budget was exceeded; the run was ended, or its results are not handed out.
         """
         assert self._weights is not None
@@ -314,6 +314,7 @@ class BudgetKeeper:
             self._use.end(run.peak)
         run.raise_failure()
         self._check_peak(peak, run.peak, _RUNNING)
+        weights.files.check_not_rewritten()  # a file that was, has given the run a mixture
 
     def _start_watcher(self) -> None:
         try:

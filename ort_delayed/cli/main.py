@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name need not be text, nor need a terminal know every letter: both are shown escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = build_parser().parse_args(argv)
+    arguments = _parsed(argv)
     try:
         status = int(arguments.run(arguments))
         # Here, not at exit, where a reader that has gone would be a message that nobody asked for.
@@ -62,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _fail(arguments, error, _FAILED)
     return status
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # argparse would show the usage of the whole program, which does not have the options of its commands.
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,6 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands, shared)
+    for own in commands.choices.values():
+        own.set_defaults(parser=own)
     return parser
 
 

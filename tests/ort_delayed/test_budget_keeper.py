@@ -426,6 +426,39 @@ def test_a_changed_file_is_an_error_before_the_run(what: str, chain: str, tmp_pa
         session.run(None, feed(chain))
 
 
+@pytest.mark.parametrize("what", ["rewritten", "replaced"])
+def test_a_file_that_changes_during_a_run(
+    what: str, chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewritten in place it mixes old and new weights: the run fails. One that took its place is not what is mapped."""
+    for path in (Path(chain), Path(chain).with_suffix(".bin")):
+        shutil.copy(path, tmp_path)
+    session = session_of(str(tmp_path / Path(chain).name))
+    expected = session.run(None, feed(chain))[0].tobytes()
+    data = tmp_path / Path(chain).with_suffix(".bin").name
+    shutil.copy(data, tmp_path / "new")
+    keeper = session._budget
+    assert keeper is not None
+    tick = type(keeper)._on_tick
+
+    def change_then_tick(of: Any, group: int) -> None:
+        monkeypatch.setattr(type(keeper), "_on_tick", tick)
+        if what == "replaced":
+            (tmp_path / "new").replace(data)
+        else:
+            with open(data, "r+b") as file:
+                file.write(b"\1")
+            os.utime(data, ns=(1, 1))
+        tick(of, group)
+
+    monkeypatch.setattr(type(keeper), "_on_tick", change_then_tick)
+    if what == "replaced":
+        assert session.run(None, feed(chain))[0].tobytes() == expected
+    else:
+        with pytest.raises(MappedFileChanged, match=str(data)):
+            session.run(None, feed(chain))
+
+
 def test_only_the_cpu_provider(chain: str) -> None:
     with pytest.raises(ValueError, match="CPUExecutionProvider"):
         session_of(chain, providers=["CUDAExecutionProvider", "CPUExecutionProvider"])

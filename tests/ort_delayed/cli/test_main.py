@@ -73,6 +73,13 @@ def test_version(command):
     assert out.startswith("ort-delayed 0.")
 
 
+def test_an_unknown_option_shows_the_usage_of_its_command(command):
+    status, _, err = command("run", "model.onnx", "--rma", "64MiB")
+    assert status == 2
+    assert err.startswith("usage: ort-delayed run")
+    assert "unrecognized arguments: --rma 64MiB" in err
+
+
 @pytest.mark.parametrize(
     "arguments", [("check", "model.onnx"), ("plan", "model.onnx", "--ram", "1GB"), ("run", "model.onnx", "--random")]
 )
