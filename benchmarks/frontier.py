@@ -19,7 +19,7 @@ from typing import Any
 
 from results import Record, summarize
 
-__all__ = ["markdown_table", "picture", "recorded_rows"]
+__all__ = ["markdown_table", "picture", "recorded_rows", "rows_of"]
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 190, 30, 50
@@ -122,13 +122,14 @@ def picture(rows: Sequence[Row]) -> str:
 def main() -> int:
     """Draw what the first arguments hold into the last."""
     *sources, target = sys.argv[1:]
-    rows = [row for source in sources for row in _rows_of(Path(source))]
+    rows = [row for source in sources for row in rows_of(Path(source))]
     Path(target).write_text(picture(rows))
     print(markdown_table(rows))
     return 0
 
 
-def _rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path) -> list[Row]:
+    """The rows in a file that a benchmark has written."""
     found = json.loads(path.read_text())
     return list(recorded_rows(Record.load(path)) if "machine" in found else found["rows"])
 

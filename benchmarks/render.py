@@ -9,16 +9,20 @@ A place is a comment that a reader of the rendered page does not see, and what s
     <!-- end of recorded -->
 
 ``table MODEL, SIZE, CACHE`` is the table of one group, ``about`` says where and with what it was measured, and
-``losses`` lists the cases that took longer than their reference, the worst first.
+``losses`` lists the cases that took longer than their reference, the worst first. Of the results that budgets.py and
+packing.py write, ``frontier OTHER ...`` is the table of budgets against time, with the rows of the other files as well,
+and ``conditions`` says where and how they were measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from frontier import markdown_table, rows_of
 from measure import MIB
 from reports import describe, milliseconds
 from results import Record, Row, Summary, ratios, summarize
@@ -42,6 +46,12 @@ def fill(document: str, results: Path = RESULTS) -> str:
     """
 
     def rendered(place: re.Match[str]) -> str:
+        if place["what"] == "frontier":
+            files = [place["file"], *place["arguments"].split()]
+            text = markdown_table([row for file in files for row in rows_of(results / file)])
+            return f"{place['open']}\n{text}\n\n{place['end']}"
+        if place["what"] == "conditions":
+            return f"{place['open']}\n{_conditions(results / place['file'])}\n\n{place['end']}"
         record = Record.load(results / place["file"])
         arguments = [part.strip() for part in place["arguments"].split(",") if part.strip()]
         if place["what"] == "about" and not arguments:
@@ -98,6 +108,16 @@ def table(record: Record, model: str, size: int, cache: str) -> str:
     samples = " to ".join(map(str, counts[:: max(len(counts) - 1, 1)]))
     lines += ["", f"Fresh processes a row: {samples}. Load average {min(loads):.1f} to {max(loads):.1f}."]
     return "\n".join(lines)
+
+
+def _conditions(path: Path) -> str:
+    about = json.loads(path.read_text())["about"]
+    machine, versions = about["machine"], about["versions"]
+    return (
+        f"{about['date']}, {machine['processor']}, {machine['cores']} cores, {machine['system']}, onnxruntime "
+        f"{versions['onnxruntime']}; {about['rounds']} processes a row, in turn, of {about['runs']} timed runs each; "
+        f"load average at the end {about['load_average_at_the_end'][1]:.1f}."
+    )
 
 
 def _over(row: Row, own: Summary, reference: Summary | None) -> list[str]:
