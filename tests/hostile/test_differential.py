@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from fuzzing import fuzz, lengths
-from generated_models import GeneratedModel, generated_models
+from random_models import GeneratedModel, generated_models
 from trial_worker import TrialWorker
 
 
