@@ -145,7 +145,8 @@ class PagedWeights:
             for piece in self._not_by_page.pop(name, ()):
                 self.by_page.add(piece.address, piece.nbytes)
         limit = max(plan.budget_bytes - plan.headroom_bytes - plan.load_bytes, 0)
-        self.pager.set_limit(limit, plan.stays_bytes, [g.window_bytes for g in plan.groups])
+        windows = [g.window_bytes for g in plan.groups]
+        self.pager.set_limit(limit, plan.stays_bytes, windows, session_bytes=plan.session_bytes)
         return plan
 
     def look_at_system(self) -> bool:

@@ -82,6 +82,7 @@ class Pager:
         self._group = 0
         self._whole = sum(p.nbytes for p in pieces if not p.by_rows)
         self._fits = False
+        self._session_bytes = 0
         self._streamed = False  # whether pieces of the present group were given up while it was used
         self._closed = False
 
@@ -100,9 +101,13 @@ class Pager:
         """The most bytes in use at a tick of this run that were no mapped pages: the session's own and activations."""
         return self._most_other_bytes
 
-    def set_limit(self, limit_bytes: int, stays_bytes: int, windows: Sequence[int]) -> None:
-        """Change what memory is filled up to, what stays inside a group that streams, and the groups' windows."""
+    def set_limit(self, limit_bytes: int, stays_bytes: int, windows: Sequence[int], *, session_bytes: int = 0) -> None:
+        """Change what memory is filled up to, what stays inside a group that streams, and the groups' windows.
+
+        ``session_bytes`` is what is in use besides mapped pages at the least.
+        """
         with self._lock:
+            self._session_bytes = session_bytes
             self._limit = limit_bytes
             self._groups = tuple(PagedGroup(g.pieces, window) for g, window in zip(self._groups, windows, strict=True))
             self._stays = frozenset(self._first_pieces(stays_bytes))
@@ -171,7 +176,10 @@ class Pager:
         used = self._used_bytes()
         self._most_other_bytes = max(self._most_other_bytes, used - self._resident_bytes)
         missing = sum(self._pieces[p].nbytes for p in coming.pieces if not self._resident[p] and not self._by_rows[p])
-        excess = used + min(missing, coming.window_bytes) - self._limit
+        # The system may have taken pages that are recorded as resident, if memory is short, and the watcher may have
+        # given some up: they come back when they are touched, and need the room that they had.
+        claimed = max(used, self._resident_bytes + self._session_bytes)
+        excess = claimed + min(missing, coming.window_bytes) - self._limit
         if excess > 0:
             self.counts.dropped_bytes += self._drop(excess)
         for piece in coming.pieces:

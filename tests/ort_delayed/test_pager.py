@@ -80,6 +80,30 @@ def test_once_everything_is_there_a_tick_does_not_measure() -> None:
     assert memory.highest <= 40
 
 
+def test_pages_that_the_system_took_keep_their_room() -> None:
+    """Where memory is short the system reclaims pages that the pager counts on; they come back at the next touch."""
+    memory = Memory([[p] for p in range(10)], [10] * 10, limit=50)
+    memory.run()
+    for _ in range(3):
+        memory.resident.clear()  # between two runs
+        memory.run()
+        assert memory.highest <= 50
+    # In the middle of a run: the pager must not fill the room with others.
+    memory.pager.begin()
+    for number, group in enumerate(memory.groups):
+        if number:
+            memory.pager.tick(number)
+        for piece in group:
+            memory.resident.add(piece)
+            memory.highest = max(memory.highest, memory.used())
+        if number == 4:
+            taken = set(memory.resident)
+            memory.resident.clear()
+    memory.resident |= {p for p in taken if memory.pager._resident[p]}
+    assert memory.used() <= 50
+    assert memory.highest <= 50
+
+
 def test_a_fixed_part_stays_and_the_rest_streams() -> None:
     memory = Memory([[p] for p in range(10)], [10] * 10, limit=50)
     for _ in range(4):
