@@ -10,6 +10,7 @@ from ort_delayed.budgeted_source import prepare_budgeted
 from ort_delayed.checking import unusable_files
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget
+from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import ExternalDataError
 from ort_delayed.loader.layers import group_names
 from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
@@ -47,7 +48,7 @@ def plan_session(
             source = prepare_budgeted(model, options, binding, budget, lambda group: None, weights_dir=directory)
         except DelayedInitializerError:
             raise
-        except OSError:
+        except (OSError, ShardFormatError):
             _refuse_unusable_files(model, weights_dir)
             raise
         _refuse_unusable_files(model, weights_dir)
