@@ -44,8 +44,9 @@ __all__ = ["InstallReport", "InstalledModel", "stream_install"]
 
 _PREPACKING_ENTRY = "session.disable_prepacking"
 _NOTHING_EXTERNAL = (
-    "the model has no external initializers, so there is nothing to install. Move its weights to external "
-    "data (onnx.save_model with save_as_external_data=True), or give weights= to take them from elsewhere"
+    "the model has no external initializers, so there is nothing to install. Restore a model with delayed nodes "
+    "(ort_delayed.restore_model), save one with inline weights with external data (onnx.save_model with "
+    "save_as_external_data=True), or give weights= to take them from elsewhere"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ort_delayed.loader.budget import format_bytes
 from ort_delayed.loader.probe import PeakSource
 
 __all__ = ["MemoryReport", "RunMemory"]
@@ -32,7 +33,7 @@ class RunMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What happened in a session under a budget so far.
+    """What happened in a session under a budget so far. All sizes in bytes; ``print`` shows a table.
 
     Attributes:
         budget_bytes: the budget.
@@ -54,3 +55,24 @@ class MemoryReport:
     runs: int = 0
     last_run: RunMemory | None = None
     drops_page_cache: bool = False
+
+    def __str__(self) -> str:
+        rows = [
+            ("budget", format_bytes(self.budget_bytes)),
+            ("highest use", format_bytes(self.peak_bytes)),
+            ("  while the session was made", format_bytes(self.construction_peak_bytes)),
+            ("the process without the session", format_bytes(self.baseline_rss_bytes)),
+            ("runs", str(self.runs)),
+        ]
+        if self.last_run is not None:
+            rows += [
+                ("last run: highest use", format_bytes(self.last_run.peak_bytes)),
+                ("  weights given up", format_bytes(self.last_run.dropped_bytes)),
+                ("  of those, needed again", format_bytes(self.last_run.refetched_bytes)),
+                ("  ticks; interventions of the watcher", f"{self.last_run.ticks}; {self.last_run.reliefs}"),
+            ]
+        how = "the kernel's high-water mark" if self.peak_source == "kernel-high-water-mark" else "samples"
+        lines = [f"{name:<40}{value:>14}" for name, value in rows]
+        if self.drops_page_cache:
+            lines.append("memory is short: what is given up leaves the page cache too")
+        return "\n".join([*lines, f"use is resident memory above the process without the session, by {how}"])

@@ -84,3 +84,16 @@ def test_without_a_measure_there_is_no_use(process: Process) -> None:
         own.now()
     with pytest.raises(RamProbeUnavailable):
         use()
+
+
+def test_a_report_prints_as_a_table() -> None:
+    from ort_delayed.memory_report import MemoryReport, RunMemory
+
+    text = str(
+        MemoryReport(40 << 20, 100 << 20, 5 << 20, 30 << 20, "kernel-high-water-mark", 2, RunMemory(1, 2, 3, 4, 5))
+    )
+    assert "40.00 MiB" in text
+    assert "ticks; interventions of the watcher" in text
+    assert "by the kernel's high-water mark" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "last run" not in str(MemoryReport(1, 2))
