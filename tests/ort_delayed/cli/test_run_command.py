@@ -161,7 +161,10 @@ def test_a_timeline_as_csv(command, files):
     assert "timeline: memory.csv" in out
     with open(files / "memory.csv") as file:
         rows = list(csv.DictReader(file))
-    assert {"construct", "run 1", "run 30"} <= {row["phase"] for row in rows}
+    # Samples are taken every few milliseconds, if the machine has time for that: a run may have none.
+    phases = {row["phase"] for row in rows}
+    assert "construct" in phases
+    assert len(phases & {f"run {n}" for n in range(1, 31)}) >= 3
     assert {row["layer"] for row in rows} & {"embeddings", "layer-0000", "layer-0001", "layer-0002"}
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
