@@ -89,7 +89,7 @@ def measure_tick(model: str, budget: int, runs: int) -> Result:
         asked.append(time.perf_counter() - start - dropping)
 
     system.give_up_pages = timed_give_up
-    BudgetKeeper._on_tick = timed_tick  # type: ignore[method-assign]
+    BudgetKeeper._on_tick = timed_tick
     options = onnxruntime.SessionOptions()
     options.enable_profiling = True
     options.profile_file_prefix = os.path.join(os.path.dirname(model), "ticks")

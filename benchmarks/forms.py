@@ -23,7 +23,7 @@ import onnx
 from cases import Model, Sizes
 from measure import in_fresh_process
 from onnx import TensorProto, helper
-from openers import STOCK_DOMAIN, STOCK_OP
+from stock_op import STOCK_DOMAIN, STOCK_OP
 
 __all__ = ["Prepared", "UnavailableModelError", "prepare", "throw_away_forms"]
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
+from stock_op import STOCK_DOMAIN, STOCK_OP
 
 from ort_delayed.ops import make_node
 
-__all__ = ["STOCK_DOMAIN", "STOCK_OP", "chain_models", "delivery_models", "inline_models", "small_node_models"]
+__all__ = ["chain_models", "delivery_models", "inline_models", "small_node_models"]
 __all__ += ["write_weights"]
 
 FLOAT = TensorProto.FLOAT
-STOCK_DOMAIN, STOCK_OP = "bench", "StockWeight"
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["OPENERS", "STOCK_DOMAIN", "STOCK_OP", "Arrays", "Opened", "Opener"]
+__all__ = ["OPENERS", "Arrays", "Opened", "Opener"]
 
-STOCK_DOMAIN, STOCK_OP = "bench", "StockWeight"
 Arrays = Sequence[np.ndarray]
 
 _SEQUENTIAL_BYTES = 16 << 20
@@ -99,37 +98,16 @@ def _install(path: str, budget: int) -> Opened:
     return _Session(installed.create_session())
 
 
-# The op is declared once a process and looks its arrays up here: sessions would not survive a second declaration.
-_stock_arrays: list[np.ndarray] = []
-_stock_is_declared = False
-
-
 def _stock(path: str, budget: int) -> Opened:
-    global _stock_is_declared
-    import onnxruntime
-    from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
+    from stock_op import open_stock
 
     with open(f"{path}.json") as file:
         described = json.load(file)
-    _stock_arrays[:] = [
+    weights = [
         np.fromfile(source, np.float32, int(np.prod(shape)), offset=offset).reshape(shape)
         for source, offset, shape in described
     ]
-    if not _stock_is_declared:
-        # As onnxruntime-extensions documents it: the op returns an array, and the extension takes the values from it.
-        @onnx_op(
-            op_type=f"{STOCK_DOMAIN}::{STOCK_OP}",
-            inputs=[],
-            outputs=[PyCustomOpDef.dt_float],
-            attrs={"index": PyCustomOpDef.dt_int64},
-        )
-        def stock_weight(index: int) -> np.ndarray:
-            return _stock_arrays[index]
-
-        _stock_is_declared = True
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(get_library_path())
-    return _Session(onnxruntime.InferenceSession(path, options))
+    return _Session(open_stock(path, weights))
 
 
 # --- Floors -----------------------------------------------------------------------------------------------------------

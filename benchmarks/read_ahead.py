@@ -61,7 +61,7 @@ def _read_ahead(way: str, groups: int) -> None:
     wanted: queue.SimpleQueue[Piece] = queue.SimpleQueue()
 
     def adopting(weights: PagedWeights, *given: frozenset[object]) -> None:
-        adopt(weights, *given)  # type: ignore[arg-type]
+        adopt(weights, *given)
         pieces.extend(piece for own in weights._not_by_page.values() for piece in own)
         files.update(weights.files._open)
 
@@ -82,8 +82,8 @@ def _read_ahead(way: str, groups: int) -> None:
             for offset in range(piece.offset, piece.offset + piece.nbytes, len(buffer)):
                 os.preadv(files[piece.path], [buffer], offset)
 
-    PagedWeights.adopt = adopting  # type: ignore[method-assign,assignment]
-    Pager._enter = entering  # type: ignore[method-assign]
+    PagedWeights.adopt = adopting
+    Pager._enter = entering
     threading.Thread(target=read, daemon=True).start()
 
 

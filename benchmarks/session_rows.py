@@ -7,6 +7,7 @@ import time
 import numpy as np
 import onnxruntime
 from measure import PeakMemory, Result, median_seconds
+from stock_op import open_stock
 
 __all__ = ["OPENERS", "measure_delivery", "measure_session"]
 
@@ -36,7 +37,7 @@ def measure_session(opener: str, model: str, throw_away: str, batch: int, side: 
 def measure_delivery(opener: str, model: str, weights: str, count: int, side: int, runs: int, output: str) -> Result:
     """Seconds a run of a model that does nearly nothing but deliver weights; ``opener`` may also be ``"stock"``."""
     if opener == "stock":
-        session = _open_stock(model, np.fromfile(weights, np.float32, count * side * side).reshape(count, side, side))
+        session = open_stock(model, np.fromfile(weights, np.float32, count * side * side).reshape(count, side, side))
     else:
         session = OPENERS[opener](model)
     feeds = {"row": np.array(1, np.int64)}
@@ -64,25 +65,6 @@ def _open_delayed(model: str) -> onnxruntime.InferenceSession:
 
 OPENERS = {"plain": _open_plain, "unpacked": _open_without_prepacking, "delayed": _open_delayed}
 """Ways to open a session: plain ONNX Runtime, the same with prepacking disabled, ort_delayed."""
-
-
-def _open_stock(model: str, arrays: np.ndarray) -> onnxruntime.InferenceSession:
-    from generated_models import STOCK_DOMAIN, STOCK_OP
-    from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
-
-    # As onnxruntime-extensions documents it: the op returns an array, and the extension takes the values from there.
-    @onnx_op(
-        op_type=f"{STOCK_DOMAIN}::{STOCK_OP}",
-        inputs=[],
-        outputs=[PyCustomOpDef.dt_float],
-        attrs={"index": PyCustomOpDef.dt_int64},
-    )
-    def stock_weight(index: int) -> np.ndarray:
-        return arrays[index]
-
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(get_library_path())
-    return onnxruntime.InferenceSession(model, options)
 
 
 def _values(batch: int, side: int) -> np.ndarray:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import SupportsIndex
 
-__all__ = ["RamBudget", "RamBudgetExceeded", "RamProbeUnavailable", "format_bytes"]
+__all__ = ["HARDLY_MEANT_BYTES", "RamBudget", "RamBudgetExceeded", "RamProbeUnavailable", "format_bytes"]
 
 _MIB = 1 << 20
-_HARDLY_MEANT_BYTES = 64 << 10
+HARDLY_MEANT_BYTES = 64 << 10
+"""A budget of less was probably meant in MiB."""
 _MOST_BYTES = 2**63 - 1
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 # A unit of one letter is binary, as for containers and services.
@@ -56,7 +57,7 @@ class RamBudgetExceeded(MemoryError):  # noqa: N818  (a public name that callers
         super().__init__(
             f"RAM budget exceeded while {operation}: {found}, the budget is {budget_bytes} bytes; "
             f"at least {needed} bytes are needed here"
-            + (" (a budget is a number of bytes; did you mean MiB?)" if budget_bytes < _HARDLY_MEANT_BYTES else "")
+            + (" (a budget is a number of bytes; did you mean MiB?)" if budget_bytes < HARDLY_MEANT_BYTES else "")
             + (f". {advice}" if advice else "")
         )
 

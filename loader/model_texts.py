@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import onnx
 from google.protobuf.message import DecodeError
 
+from ort_delayed.loader.node_bodies import node_bodies
 from ort_delayed.loader.quoting import quoted
 
 __all__ = ["fault_in_texts", "iter_texts", "parse_model"]
@@ -60,7 +61,7 @@ def iter_texts(model: onnx.ModelProto) -> Iterator[tuple[tuple[str, str | bytes]
             yield here, text
         for node in function.node:
             yield from _of_node(node)
-            pending.extend(_bodies(node))
+            pending.extend(node_bodies(node))
         for value in function.value_info:
             yield here, value.name
     while pending:
@@ -69,15 +70,7 @@ def iter_texts(model: onnx.ModelProto) -> Iterator[tuple[tuple[str, str | bytes]
         for node in graph.node:
             if graph is not model.graph:
                 yield from _of_node(node)
-            pending.extend(_bodies(node))
-
-
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type not in _PLAIN:
-            if attribute.HasField("g"):
-                yield attribute.g
-            yield from attribute.graphs
+            pending.extend(node_bodies(node))
 
 
 def _of_node(node: onnx.NodeProto) -> Iterator[tuple[tuple[str, str | bytes], str | bytes]]:

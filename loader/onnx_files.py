@@ -12,6 +12,7 @@ from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import ExternalDataError, external_tensor, has_external_data
 from ort_delayed.loader.files import FileIdentity
 from ort_delayed.loader.model_texts import fault_in_texts
+from ort_delayed.loader.node_bodies import node_bodies
 from ort_delayed.loader.probe import PeakRamProbe
 from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.reading import read_into
@@ -71,10 +72,7 @@ def iter_initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
         current = pending.pop()
         yield from current.initializer
         for node in current.node:
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    pending.append(attribute.g)
-                pending.extend(attribute.graphs)
+            pending.extend(node_bodies(node))
 
 
 def external_initializers(model: onnx.ModelProto, path: str, directory: str) -> tuple[TensorOnDisk, ...]:

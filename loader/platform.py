@@ -389,7 +389,7 @@ else:
 
     def give_up_pages(address: int, nbytes: int) -> None:
         """Not possible here; see :func:`can_give_up_pages`."""
-        raise NotImplementedError
+        raise NotImplementedError  # nobody asks where can_give_up_pages() is False
 
     class PageByPage:
         """Not known here."""
@@ -404,7 +404,7 @@ else:
 
     def reclaim_pages(address: int, nbytes: int) -> None:
         """Not possible here; see :func:`can_give_up_pages`."""
-        raise NotImplementedError
+        raise NotImplementedError  # nobody asks where can_give_up_pages() is False
 
     def drop_from_page_cache(fd: int, offset: int, nbytes: int) -> None:
         """Not known here: nothing is done."""

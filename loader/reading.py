@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ort_delayed.loader import platform
 
-__all__ = ["PIECE_BYTES", "ShortReadError", "read_into"]
+__all__ = ["PIECE_BYTES", "ShortReadError", "check_holds", "read_into"]
 
 PIECE_BYTES = 16 << 20
 """Largest single read, in bytes: Linux caps one read just below 2 GiB, and pieces keep a cancelled run short."""
@@ -30,6 +30,19 @@ class ShortReadError(EOFError):
         self.offset = offset
         self.expected_bytes = expected_bytes
         self.found_bytes = found_bytes
+
+
+def check_holds(size: int, offset: int, nbytes: int) -> None:
+    """Refuse a file of ``size`` bytes that ends before the bytes asked for do. No bytes are in every file, anywhere.
+
+    For before memory is taken for them: how many they are is what somebody claims.
+
+    Raises:
+        ShortReadError: it ends before.
+    """
+    found = max(0, size - offset)
+    if found < nbytes:
+        raise ShortReadError(offset, nbytes, found)
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:

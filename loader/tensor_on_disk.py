@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ort_delayed.loader.element_types import ElementType
 
-__all__ = ["TensorOnDisk"]
+__all__ = ["TensorOnDisk", "cut_off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +34,14 @@ class TensorOnDisk:
     def end(self) -> int:
         """First byte behind the payload."""
         return self.offset + self.nbytes
+
+
+def cut_off(path: str, size: int, tensors: Sequence[TensorOnDisk]) -> str | None:
+    """What is wrong with a file of ``size`` bytes that holds these tensors; None where it holds all of them."""
+    cut = [t for t in tensors if t.end > size]
+    if not cut:
+        return None
+    return (
+        f"'{path}' has {size} bytes and must have at least {max(t.end for t in cut)}: {len(cut)} of its {len(tensors)} "
+        f"tensors are cut off, such as '{cut[0].name}' ({cut[0].nbytes} bytes at offset {cut[0].offset})"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_delayed.loader.element_types import ElementType
-from ort_delayed.loader.reading import ShortReadError, read_into
+from ort_delayed.loader.reading import check_holds, read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.buffers import BufferPool
 from ort_delayed.ops.run_files import weights_file
@@ -86,9 +86,7 @@ def read_payload(
     assert dtype is not None  # packed types never become payloads: the op's specification does not allow them
     fd, stays_open = weights_file(tensor.path, within)
     try:
-        held = max(0, os.fstat(fd).st_size - tensor.offset)
-        if held < tensor.nbytes:
-            raise ShortReadError(tensor.offset, tensor.nbytes, held)
+        check_holds(os.fstat(fd).st_size, tensor.offset, tensor.nbytes)
         buffer = lend(tensor.nbytes)
         read_into(fd, buffer.data, tensor.offset)
     finally:

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 
 import onnxruntime
 
-from ort_delayed.budgeted_source import BudgetedSource, prepare_budgeted
+from ort_delayed.budgeted_source import prepare_budgeted
 from ort_delayed.construction_options import building_in_place
 from ort_delayed.construction_relief import ConstructionRelief
 from ort_delayed.loader import platform
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable, format_bytes
-from ort_delayed.loader.platform import large_blocks_go_back
-from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
@@ -31,7 +30,7 @@ from ort_delayed.paged_weights import PagedWeights
 from ort_delayed.pager import PagerCounts
 from ort_delayed.run_turns import RunTurns
 from ort_delayed.runs_under_way import RunsUnderWay, RunUnderWay
-from ort_delayed.session_estimate import estimated_construction_bytes, estimated_session_bytes
+from ort_delayed.session_estimate import estimated_plan
 from ort_delayed.watcher import Watcher
 
 __all__ = ["BudgetKeeper"]
@@ -127,23 +126,10 @@ class BudgetKeeper:
             self._weights.close()
         self._weights = weights
         self._delayed = DelayedBytes.of(binding.sources())
-        self._expect(prepared)
+        # What budget would do, to be able to say so where this one does not.
+        expected = estimated_plan(prepared, self.budget.max_bytes, self._delayed, can_map_by_page=True)
+        self._packing_bytes, self._expected_bytes = expected.construction_bytes, expected.least_budget_bytes
         return prepared.model, prepared.external_directory
-
-    def _expect(self, source: BudgetedSource) -> None:
-        """Estimate what budget would do, to be able to say so where this one does not."""
-        session_bytes = estimated_session_bytes(len(source.model)) + self._delayed.held_bytes
-        self._packing_bytes = estimated_construction_bytes(source, session_bytes)
-        self._expected_bytes = make_plan(
-            budget_bytes=self.budget.max_bytes,
-            session_bytes=session_bytes,
-            activations_bytes=0,
-            groups=source.groups,
-            weights=source.weights,
-            can_map_by_page=True,
-            delayed=self._delayed,
-            construction_bytes=self._packing_bytes,
-        ).least_budget_bytes
 
     def session_arguments(self, providers: Sequence[object] | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments for onnxruntime.InferenceSession: those given, and what the prepared model needs.
@@ -174,7 +160,7 @@ class BudgetKeeper:
         optimized = nullcontext() if source.packed is None else optimized_already(options)
         # Each kernel packs its weight, looks whether the file has the same, and frees what it has packed. Up to ONNX
         # Runtime 1.30 no thread can see to that memory, or to anything: the interpreter's lock is held meanwhile.
-        packing = large_blocks_go_back() if source.packed_ranges else nullcontext()
+        packing = platform.large_blocks_go_back() if source.packed_ranges else nullcontext()
         in_place = building_in_place(
             options,
             prepacking=bool(source.packed),

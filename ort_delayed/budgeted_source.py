@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -18,7 +18,7 @@ from ort_delayed.loader.budget import RamBudget, format_bytes
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import external_tensor, has_external_data, set_external_data
 from ort_delayed.loader.model_texts import parse_model
-from ort_delayed.loader.tensor_on_disk import TensorOnDisk
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk, cut_off
 from ort_delayed.memory_plan import PlannedWeight, cut_into_groups, sizes_of_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
 from ort_delayed.ops.kernel import Binding
@@ -138,7 +138,9 @@ def _prepared(
         if not os.path.exists(path):
             whose = "given as bytes" if model_file is None else repr(model_file)
             raise FileNotFoundError(errno.ENOENT, f"the model {whose} needs a data file that is not there", path)
-        _refuse_short_file(path, [t for t in tensors.values() if t.path == path])
+        cut = cut_off(path, os.stat(path).st_size, [t for t in tensors.values() if t.path == path])
+        if cut is not None:
+            raise ShardFormatError(f"{cut}. Was a download or a copy interrupted?")
     uses = order_of_use(model.graph)
     packed_ranges: frozenset[str] = frozenset()
     if packed:
@@ -165,17 +167,6 @@ def _prepared(
         packed,
         packed_ranges,
     )
-
-
-def _refuse_short_file(path: str, tensors: Sequence[TensorOnDisk]) -> None:
-    size = os.stat(path).st_size
-    cut = [t for t in tensors if t.end > size]
-    if cut:
-        raise ShardFormatError(
-            f"'{path}' has {size} bytes and must have at least {max(t.end for t in cut)}: {len(cut)} of the "
-            f"{len(tensors)} tensors that stand in it are cut off, such as '{cut[0].name}' ({cut[0].nbytes} bytes at "
-            f"offset {cut[0].offset}). Was a download or a copy interrupted?"
-        )
 
 
 def _on_disk(name: str, tensor: onnx.TensorProto, directory: str | None) -> TensorOnDisk:

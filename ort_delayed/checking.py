@@ -12,7 +12,7 @@ from ort_delayed.loader.external_data import ExternalDataError, external_tensor,
 from ort_delayed.loader.files import OutsideDirectoryError, confining_directories, opened_weights
 from ort_delayed.loader.safetensors_files import read_index, read_shard
 from ort_delayed.loader.sources import discover_weights, local_source, select_source
-from ort_delayed.loader.tensor_on_disk import TensorOnDisk
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk, cut_off
 from ort_delayed.ops.attributes import check_carried, is_delayed, read_attributes
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.skeletons import NotAModelError, Skeleton
@@ -135,12 +135,12 @@ def _needed(
         for node in scope.nodes:
             tensors += [a.t for a in node.attribute if a.name == "value" and node.op_type == "Constant"]
         for tensor in tensors:
-            stored = _noted(faults, lambda t=tensor: _stored(t, skeleton))  # type: ignore[misc]
+            stored = _noted(faults, lambda t=tensor: _stored(t, skeleton))  # type: ignore[misc]  # mypy infers no default
             yield _Need(within=own, by="external data"), stored
         for node in filter(is_delayed, scope.nodes):
             if any(a.ref_attr_name for a in node.attribute):
                 continue  # each call of the function gives its attributes
-            payload = _noted(faults, lambda n=node: _payload(n, skeleton.directory))  # type: ignore[misc]
+            payload = _noted(faults, lambda n=node: _payload(n, skeleton.directory))  # type: ignore[misc]  # likewise
             by = "" if payload is None else read_attributes(node).filename
             yield _Need(within=confined, by=by), payload
 
@@ -187,13 +187,9 @@ def _check_file(path: str, need: _Need, faults: list[str]) -> CheckedFile:
     except OSError as error:
         faults.append(f"'{path}', which {needed_by} need, cannot be opened: {error.strerror or error}")
         return CheckedFile(path, None, count)
-    cut = [t for t in need.tensors if t.end > size]
-    if cut:
-        end = max(t.end for t in cut)
-        faults.append(
-            f"'{path}' has {size} bytes and must have at least {end}: {len(cut)} of its {count} tensors are cut off, "
-            f"such as '{cut[0].name}' ({cut[0].nbytes} bytes at offset {cut[0].offset})"
-        )
+    cut = cut_off(path, size, need.tensors)
+    if cut is not None:
+        faults.append(cut)
     if path.lower().endswith(".safetensors"):
         try:
             read_shard(path)

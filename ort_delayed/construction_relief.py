@@ -3,14 +3,13 @@
 While it builds, ONNX Runtime unmaps raw weights as it packs or folds them, and what it allocates next may come to
 stand at their addresses; to give up pages there with MADV_DONTNEED would wipe that. So those are reclaimed, which takes
 longer, and the file's pages leave the page cache too. The packed ranges of a packed model it maps before it packs
-anything, and keeps them mapped: those are simply given up. Mappings that were there before are
-other sessions', and may go at any moment (a collection of garbage ends a session in whatever thread it comes up, this
-one too): they are left alone.
+anything, and keeps them mapped: those are simply given up. Mappings that were there before are other sessions', and
+may go at any moment (a collection of garbage ends a session in whatever thread it comes up, this one too): they are
+left alone.
 
 For a packed model each kernel packs its weight once more, into memory that cannot be given up. Pages that are not
-needed any more are therefore given up early: room for the largest weight is kept free all the time. Afterwards that
-memory is freed, but the C library keeps blocks of such a size for later, one beside the other as they are freed in
-odd orders: it is told to let go of them.
+needed any more are therefore given up early: room for the largest weight is kept free all the time. That this memory
+leaves the process when it is freed is seen to by :func:`large_blocks_go_back`.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class ConstructionRelief:
         self._paged: set[platform.FileMapping] = set()
 
     def relieve(self) -> None:
-        """Give up packed pages, and freed blocks that the C library keeps; if that does not do, reclaim raw pages."""
-        platform.release_free_memory()
+        """Give up packed pages; if that does not do, reclaim raw ones."""
         others = []
         mappings = platform.file_mappings(self._files.paths)
         self._before &= frozenset(mappings)  # what comes to stand where one has gone is this session's

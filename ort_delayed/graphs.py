@@ -6,22 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from ort_delayed.loader.node_bodies import node_bodies
+
 __all__ = ["NamePool", "bodies", "captured_names", "iter_graphs", "iter_nodes", "read_names"]
 
-
-_GRAPHLESS = {getattr(onnx.AttributeProto, kind) for kind in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")}
-_GRAPHLESS |= {onnx.AttributeProto.TENSOR}
-
-
-def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs that a node carries as attributes: If branches, Loop and Scan bodies."""
-    for attribute in node.attribute:
-        # Most attributes say so; asking each for its graphs takes a third of preparing a model of thousands of nodes.
-        if attribute.type in _GRAPHLESS:
-            continue
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+bodies = node_bodies
 
 
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from ort_delayed.loader.files import open_weights
-from ort_delayed.loader.reading import ShortReadError, read_into
+from ort_delayed.loader.reading import ShortReadError, check_holds, read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.new_files import CopyBuffer, PendingDataFile
 from ort_delayed.ops.errors import DelayedInitializerError, Payload, payload_error
@@ -35,8 +35,7 @@ def check_payloads(payloads: Iterable[TensorOnDisk]) -> None:
                     sizes[payload.path] = os.fstat(fd).st_size
                 finally:
                     os.close(fd)
-            if payload.end > sizes[payload.path]:
-                raise ShortReadError(payload.offset, payload.nbytes, max(0, sizes[payload.path] - payload.offset))
+            check_holds(sizes[payload.path], payload.offset, payload.nbytes)
         except (OSError, ShortReadError) as error:
             raise _refusal(payload, error) from error
 
@@ -100,9 +99,7 @@ class PayloadReader:
         """
         fd = self._open(stored)
         try:
-            size = os.fstat(fd).st_size
-            if stored.end > size:  # before memory is taken: the model may claim any number of bytes
-                raise ShortReadError(stored.offset, stored.nbytes, max(0, size - stored.offset))
+            check_holds(os.fstat(fd).st_size, stored.offset, stored.nbytes)
             buffer = bytearray(stored.nbytes)
             read_into(fd, memoryview(buffer), stored.offset)
         except (OSError, ShortReadError) as error:

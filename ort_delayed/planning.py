@@ -13,10 +13,10 @@ from ort_delayed.loader.budget import RamBudget
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import ExternalDataError
 from ort_delayed.loader.layers import group_names
-from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.session_estimate import estimated_construction_bytes, estimated_session_bytes
+from ort_delayed.session_estimate import estimated_plan
 
 __all__ = ["group_labels", "plan_session"]
 
@@ -53,17 +53,7 @@ def plan_session(
             raise
         _refuse_unusable_files(model, weights_dir)
         delayed = DelayedBytes.of(binding.sources())
-        session_bytes = estimated_session_bytes(len(source.model)) + delayed.held_bytes
-        return make_plan(
-            budget_bytes=budget.max_bytes,
-            session_bytes=session_bytes,
-            activations_bytes=0,
-            groups=source.groups,
-            weights=source.weights,
-            can_map_by_page=by_page.works,
-            delayed=delayed,
-            construction_bytes=estimated_construction_bytes(source, session_bytes),
-        )
+        return estimated_plan(source, budget.max_bytes, delayed, can_map_by_page=by_page.works)
     finally:
         by_page.close()
         binding.close()

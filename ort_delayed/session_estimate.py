@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ort_delayed.budgeted_source import BudgetedSource
+from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
 
-__all__ = ["estimated_construction_bytes", "estimated_session_bytes"]
+__all__ = ["estimated_plan"]
 
 # What ONNX Runtime takes is known when a session has been made. Measured here, in a process's first session: 14.6 MB
 # for a graph of 141 kB (MiniLM), of which the second session of the process took 3.5 MB.
@@ -15,12 +16,24 @@ _SESSION_BYTES_PER_GRAPH_BYTE = 24
 _PACKING_SLACK_BYTES, _MOST_PACKING_SLACK_BYTES = 16 << 20, 96 << 20
 
 
-def estimated_session_bytes(graph_bytes: int) -> int:
-    """ONNX Runtime's session, in a process that had none before, for a prepared graph of ``graph_bytes``."""
-    return _FIRST_SESSION_BYTES + _SESSION_BYTES_PER_GRAPH_BYTE * graph_bytes
+def estimated_plan(
+    source: BudgetedSource, budget_bytes: int, delayed: DelayedBytes, *, can_map_by_page: bool
+) -> MemoryPlan:
+    """The plan of a session on a prepared model, in a process that had none before. Activations count as nothing."""
+    session_bytes = _FIRST_SESSION_BYTES + _SESSION_BYTES_PER_GRAPH_BYTE * len(source.model) + delayed.held_bytes
+    return make_plan(
+        budget_bytes=budget_bytes,
+        session_bytes=session_bytes,
+        activations_bytes=0,
+        groups=source.groups,
+        weights=source.weights,
+        can_map_by_page=can_map_by_page,
+        delayed=delayed,
+        construction_bytes=_construction_bytes(source, session_bytes),
+    )
 
 
-def estimated_construction_bytes(source: BudgetedSource, session_bytes: int) -> int:
+def _construction_bytes(source: BudgetedSource, session_bytes: int) -> int:
     """For a packed model: its largest weight, which a kernel packs once more; what it is read from and compared with.
 
     Those pages can be given up, but not before they have been seen, so of large weights less is needed. 0 for others.

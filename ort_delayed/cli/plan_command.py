@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "amounts_table", "fits", "groups_table", "verdict"]
 
 _SHOWN_WEIGHTS = 2
-_HARDLY_MEANT_BYTES = 64 << 10
 
 
 def add_parser(commands: Any, shared: argparse.ArgumentParser) -> None:
@@ -61,9 +60,11 @@ def fits(plan: MemoryPlan) -> bool:
 
 def verdict(plan: MemoryPlan) -> str:
     """The answer in one sentence."""
+    from ort_delayed.loader.budget import HARDLY_MEANT_BYTES
+
     budget = size_text(plan.budget_bytes)
     if not fits(plan):
-        if plan.budget_bytes < _HARDLY_MEANT_BYTES:
+        if plan.budget_bytes < HARDLY_MEANT_BYTES:
             budget += " (bytes; did you mean MiB?)"
         return f"does not fit into {budget}: at least {size_text(plan.least_budget_bytes)} are needed"
     again = size_text(plan.refetched_bytes_per_run)
