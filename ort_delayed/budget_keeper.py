@@ -25,6 +25,7 @@ from ort_delayed.memory_plan import DelayedBytes, MemoryPlan
 from ort_delayed.memory_report import MemoryReport, RunMemory
 from ort_delayed.memory_use import MemoryUse, RunPeak
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.packed_mappings import ONE_CONSTRUCTION
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.paged_weights import PagedWeights
 from ort_delayed.pager import PagerCounts
@@ -44,7 +45,6 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.01
 _WORTH_A_NEW_PLAN = _MIB
 _CONSTRUCTING, _RUNNING = "constructing the session", "running the model"
 _RUN_ADVICE = "It may need more still: activations grow with the inputs, smaller batches or sequences need less"
-_one_construction = threading.Lock()
 _T = TypeVar("_T")
 
 
@@ -168,7 +168,7 @@ class BudgetKeeper:
             are_private=self._options_are_private,
         )
         self._turns.is_parallel = options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
-        with _one_construction, in_place, optimized, packing:
+        with ONE_CONSTRUCTION, in_place, optimized, packing:
             before = frozenset(platform.file_mappings(files.paths))
 
             def cancel() -> None:
@@ -460,8 +460,6 @@ def _weak(keeper: BudgetKeeper, method: Callable[[BudgetKeeper], _T], otherwise:
 
 
 def _all_after_fork() -> None:
-    global _one_construction
-    _one_construction = threading.Lock()
     for keeper in list(_keepers):
         keeper.after_fork()
 

@@ -22,7 +22,7 @@ from ort_delayed.loader.tensor_on_disk import TensorOnDisk, cut_off
 from ort_delayed.memory_plan import PlannedWeight, cut_into_groups, sizes_of_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.packed_source import accept_packed, read_ranges
+from ort_delayed.packed_source import accept_packed, all_packed_ranges, read_ranges
 from ort_delayed.preparing import prepare
 from ort_delayed.skeletons import Skeleton
 from ort_delayed.use_order import WeightUse, order_of_use, scoped_initializers
@@ -57,6 +57,7 @@ class BudgetedSource:
         packed: whether kernels read packed weights from the files; None where the model is no packed one, which has
             been optimised already.
         packed_ranges: names of the tensors that hold packed bytes.
+        must_be_mapped: all packed ranges of the model, also those that are too small to be among the tensors.
     """
 
     model: bytes
@@ -67,6 +68,7 @@ class BudgetedSource:
     disabled_optimizers: tuple[str, ...]
     packed: bool | None = None
     packed_ranges: frozenset[str] = frozenset()
+    must_be_mapped: tuple[TensorOnDisk, ...] = ()
 
 
 def prepare_budgeted(
@@ -166,6 +168,7 @@ def _prepared(
         _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 and packed is None else (),
         packed,
         packed_ranges,
+        all_packed_ranges(model, external_directory or "") if packed else (),
     )
 
 

@@ -18,10 +18,11 @@ from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
 from ort_delayed.loader.model_texts import parse_model
 from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.loader.reading import read_into
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.packed_source import PACKED_MENTION, accept_packed
+from ort_delayed.packed_source import PACKED_MENTION, accept_packed, all_packed_ranges
 from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
 from ort_delayed.skeletons import NotAModelError, Skeleton
 
@@ -37,10 +38,10 @@ def prepare_source(
     options: onnxruntime.SessionOptions,
     binding: Binding,
     weights_dir: str | os.PathLike[str] | None,
-) -> tuple[Any, str | None, bool]:
+) -> tuple[Any, str | None, tuple[TensorOnDisk, ...] | None]:
     """The source itself where there is nothing to prepare, else the prepared model's bytes and its data's directory.
 
-    The third is whether the model is a packed one, which has been optimised already.
+    The third are the packed ranges of a packed model, which has been optimised already; None for any other.
 
     Raises:
         PackedModelError, PackManifestError: it is one, and cannot be used here.
@@ -55,26 +56,30 @@ def prepare_source(
     if isinstance(source, bytes):
         model = _parse(source) if any(m in source for m in _MENTIONS) else None
         if model is None:
-            return source, None, False
-        packed = accept_packed(model, os.path.abspath(confined or "")) is not None
+            return source, None, None
+        packed = _packed(model, os.path.abspath(confined or ""))
         if not has_delayed_nodes(model):
             return source, None, packed
         made = prepared(model, os.path.abspath(confined or ""))
         del model
         return made.model.SerializeToString(), made.external_directory, packed
     if not isinstance(source, (str, os.PathLike)) or not _is_worth_parsing(source):
-        return source, None, False
+        return source, None, None
     try:
         skeleton = Skeleton(source, any_texts=True)  # preparing refuses them
     except (OSError, NotAModelError):
-        return source, None, False
+        return source, None, None
     with skeleton:
-        packed = accept_packed(skeleton.model, skeleton.directory) is not None
+        packed = _packed(skeleton.model, skeleton.directory)
         if not has_delayed_nodes(skeleton.model):
             return source, None, packed
         made = prepared(skeleton.model, os.path.dirname(os.path.abspath(source)))
         skeleton.model = made.model
         return serialized(skeleton), made.external_directory, packed
+
+
+def _packed(model: onnx.ModelProto, directory: str) -> tuple[TensorOnDisk, ...] | None:
+    return None if accept_packed(model, directory) is None else all_packed_ranges(model, directory)
 
 
 def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:

@@ -20,7 +20,7 @@ GROUP_BYTES = 16 << 20
 """Streamed ranges are grouped until a group has this many bytes; a larger range is a group by itself."""
 
 PAGE_BYTES = 4096
-_SMALL_ALIGNMENT = 64
+SMALL_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DataLayout:
         """
         if self.streamed_start is not None or self._behind:
             raise ValueError("small weights go in front: place them before any other range")
-        return self._place(nbytes, _SMALL_ALIGNMENT)
+        return self._place(nbytes, SMALL_ALIGNMENT)
 
     def streamed(self, nbytes: int) -> int:
         """The offset of a range that a run reads.
@@ -81,7 +81,7 @@ class DataLayout:
         if self._behind:
             raise ValueError("streamed ranges go in front of raw values: place them first")
         small = nbytes < SMALL_BYTES and self.streamed_start is not None
-        offset = self._place(nbytes, _SMALL_ALIGNMENT if small else PAGE_BYTES)
+        offset = self._place(nbytes, SMALL_ALIGNMENT if small else PAGE_BYTES)
         if self.streamed_start is None:
             self.streamed_start = offset
         self.streamed_end = self.end

@@ -8,6 +8,7 @@ suits the processor.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ import onnx
 import onnxruntime
 
 from ort_delayed.loader.element_types import element_type_from_onnx
+from ort_delayed.loader.external_data import external_tensor
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.pack_manifest import MANIFEST_KEY, check_manifest, read_manifest
 from ort_delayed.prepacked_entries import packed_weights
-from ort_delayed.use_order import WeightUse
+from ort_delayed.use_order import WeightUse, scoped_initializers
 
 __all__ = [
     "PACKED_MENTION",
@@ -29,6 +31,7 @@ __all__ = [
     "PackedModelWarning",
     "ReadRanges",
     "accept_packed",
+    "all_packed_ranges",
     "optimized_already",
     "read_ranges",
 ]
@@ -125,17 +128,12 @@ def read_ranges(
         tensors: the external weights, by the names that the uses have.
         initializers: their protos.
     """
-    uint8 = element_type_from_onnx(onnx.TensorProto.UINT8)
-    assert uint8 is not None
     ranges: dict[str, TensorOnDisk] = {}
     packed: dict[tuple[str, str], list[str]] = {}
     for name, stored in tensors.items():
-        for form in packed_weights(initializers[name]):
-            for number, buffer in enumerate(form.buffers):
-                range_name = f"{name} {form.key} {number}"
-                shape = (buffer.nbytes,)
-                ranges[range_name] = TensorOnDisk(range_name, stored.path, buffer.offset, buffer.nbytes, shape, uint8)
-                packed.setdefault((name, form.op_type), []).append(range_name)
+        for op_type, stored_range in _packed_ranges(initializers[name], stored):
+            ranges[stored_range.name] = stored_range
+            packed.setdefault((name, op_type), []).append(stored_range.name)
     read: list[WeightUse] = []
     for use in uses:
         names = packed.get((use.weight, use.op_type))
@@ -145,3 +143,29 @@ def read_ranges(
                 ranges[use.weight] = tensors[use.weight]
         read.extend(replace(use, weight=name) for name in names)
     return ReadRanges(tuple(read), ranges, frozenset(name for names in packed.values() for name in names))
+
+
+def all_packed_ranges(model: onnx.ModelProto, directory: str) -> tuple[TensorOnDisk, ...]:
+    """Every packed range that ONNX Runtime maps when it loads a model, whether or not a kernel reads it.
+
+    Args:
+        model: the model.
+        directory: what its external data is relative to.
+    """
+    found: dict[str, TensorOnDisk] = {}
+    for name, proto in scoped_initializers(model.graph):
+        if packed_weights(proto):
+            stored = external_tensor(proto, directory)
+            stored = replace(stored, name=name, path=os.path.realpath(stored.path))
+            found |= {t.name: t for _, t in _packed_ranges(proto, stored)}
+    return tuple(found.values())
+
+
+def _packed_ranges(initializer: onnx.TensorProto, stored: TensorOnDisk) -> Iterator[tuple[str, TensorOnDisk]]:
+    """Operator and range of each packed buffer of a weight."""
+    uint8 = element_type_from_onnx(onnx.TensorProto.UINT8)
+    assert uint8 is not None
+    for form in packed_weights(initializer):
+        for number, buffer in enumerate(form.buffers):
+            name = f"{stored.name} {form.key} {number}"
+            yield form.op_type, TensorOnDisk(name, stored.path, buffer.offset, buffer.nbytes, (buffer.nbytes,), uint8)

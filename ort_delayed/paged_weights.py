@@ -11,6 +11,7 @@ from ort_delayed.loader import platform
 from ort_delayed.loader.budget import format_bytes
 from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
 from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
+from ort_delayed.packed_mappings import check_mappable, refuse_unmapped
 from ort_delayed.pager import PagedGroup, PagedPiece, Pager
 
 __all__ = ["PagedWeights"]
@@ -51,6 +52,7 @@ class PagedWeights:
         self.files = MappedFiles(dict.fromkeys(t.path for t in source.tensors))
         try:
             self.files.check_inside(source.tensors)
+            check_mappable(source.must_be_mapped)
         except BaseException:
             self.files.close()
             raise
@@ -93,6 +95,7 @@ class PagedWeights:
             AmbiguousMappingsError: another session on the same file was built at the same time.
             MappedFileChanged: a file has changed meanwhile.
             ModelNotSuitedError: ONNX Runtime put copies of weights into memory instead.
+            OSError: it could not map packed weights.
         """
         self.files.check_unchanged()
         tensors, weights = self.source.tensors, self.source.weights
@@ -101,6 +104,7 @@ class PagedWeights:
         found = find_pieces(tensors, mappings - before)
         found |= find_pieces([t for t in tensors if t.name not in found], mappings & earlier)
         self._mappings = mappings - (before - earlier)
+        refuse_unmapped(self.source.must_be_mapped, self._mappings)
         pieces: list[PagedPiece] = []
         numbers: dict[str, range] = {}
         for name, own in found.items():

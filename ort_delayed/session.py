@@ -26,6 +26,7 @@ from ort_delayed.model_source import external_directory, leave_external_director
 from ort_delayed.ops.errors import DelayedInitializerError
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.ops.run_files import files_stay_open
+from ort_delayed.packed_mappings import PackedMappings, check_mappable
 from ort_delayed.packed_source import optimized_already
 from ort_delayed.run_threads import RunThreads
 
@@ -89,6 +90,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         self._source = path_or_bytes
         self._weights_dir = None if weights_dir is None else os.path.abspath(weights_dir)
         self._binding: Binding | None = None
+        self._packed_mappings = PackedMappings()
         self._threads = RunThreads()
         # Not at exit: there runs are waited for first (run_threads), and the process takes the rest with it.
         weakref.finalize(self, self._threads.close).atexit = False
@@ -255,15 +257,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         binding, previous = Binding(), self._binding
         try:
             budgeted: AbstractContextManager[None] = nullcontext()
+            mapped: AbstractContextManager[None] = nullcontext()
             if self._budget is None:
                 model, directory, packed = prepare_source(self._source, options, binding, self._weights_dir)
-                if packed:
-                    budgeted = optimized_already(options)
+                if packed is not None:
+                    budgeted, mapped = optimized_already(options), self._packed_mappings.appearing(packed)
             else:
                 model, directory = self._budget.prepare(self._source, options, binding, self._weights_dir)
                 budgeted = self._budget.constructing(options)
             register_custom_ops(options)
-            with external_directory(options, directory, are_private=self._options_are_private), budgeted:
+            with external_directory(options, directory, are_private=self._options_are_private), budgeted, mapped:
                 self._binding = None if model is self._source else binding
                 yield model
         except BaseException:
@@ -320,7 +323,8 @@ def prepare_model(
     refuse_bound(sess_options)
     binding = Binding(log_failures=True)
     try:
-        prepared, directory, _ = prepare_source(model, sess_options, binding, weights_dir)
+        prepared, directory, packed = prepare_source(model, sess_options, binding, weights_dir)
+        check_mappable(packed or ())
         register_custom_ops(sess_options)
         if directory is not None:
             leave_external_directory(sess_options, directory)
