@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -22,12 +23,14 @@ __all__ += ["hold_alone", "processor_features", "reclaim_pages"]
 __all__ += [
     "give_back_pages",
     "large_blocks_go_back",
+    "map_memory",
     "peak_resident_bytes",
     "release_free_memory",
     "reset_peak_resident_bytes",
     "resident_bytes",
 ]
 
+_HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
 _Check = Callable[[os.stat_result, "str | None"], None]
 _seek_lock = threading.Lock()
 # O_NONBLOCK has no effect on regular files: a FIFO swapped in after the check does not block the process.
@@ -163,6 +166,24 @@ def give_back_pages(mapping: mmap.mmap) -> None:
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Fresh zeroed memory of this process alone, which goes back to the system at once when it is closed.
+
+    A forked child gets a copy. On Linux it may consist of huge pages: filling fresh memory takes a page fault for every
+    4 KiB otherwise, and copying from it as many entries of the processor's table of pages.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def release_free_memory() -> None:

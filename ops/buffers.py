@@ -14,6 +14,8 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from ort_delayed.loader import platform
+
 __all__ = ["BufferPool"]
 
 _SMALL_BYTES = 64 << 10
@@ -56,7 +58,7 @@ class BufferPool:
                     return self._idle.pop(index)
             self._idle.clear()
         try:
-            return mmap.mmap(-1, nbytes)
+            return platform.map_memory(nbytes)
         except OSError as error:
             raise MemoryError(f"no {nbytes} bytes can be mapped") from error
 

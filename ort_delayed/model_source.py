@@ -15,14 +15,14 @@ import onnxruntime
 from google.protobuf.message import DecodeError
 
 from ort_delayed.external_files import EXTERNAL_DIRECTORY_ENTRY
-from ort_delayed.loader.model_texts import parse_model
+from ort_delayed.loader.model_texts import fault_in_texts, parse_model
 from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.loader.reading import read_into
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.ops.attributes import OP_TYPE
 from ort_delayed.ops.errors import DelayedInitializerValueError
 from ort_delayed.ops.kernel import Binding
-from ort_delayed.packed_source import PACKED_MENTION, accept_packed, all_packed_ranges
+from ort_delayed.packed_source import PACKED_MENTION, PackedModelError, accept_packed, all_packed_ranges
 from ort_delayed.preparing import PreparedModel, has_delayed_nodes, prepare
 from ort_delayed.skeletons import NotAModelError, Skeleton
 
@@ -44,7 +44,8 @@ def prepare_source(
     The third are the packed ranges of a packed model, which has been optimised already; None for any other.
 
     Raises:
-        PackedModelError, PackManifestError: it is one, and cannot be used here.
+        PackedModelError, PackManifestError, PrepackedEntryError, ExternalDataError: it is one, and cannot be used
+            here.
     """
     confined = None if weights_dir is None else os.fspath(weights_dir)
 
@@ -79,7 +80,12 @@ def prepare_source(
 
 
 def _packed(model: onnx.ModelProto, directory: str) -> tuple[TensorOnDisk, ...] | None:
-    return None if accept_packed(model, directory) is None else all_packed_ranges(model, directory)
+    if accept_packed(model, directory) is None:
+        return None
+    fault = fault_in_texts(model)
+    if fault is not None:
+        raise PackedModelError(f"the packed model in '{directory}' is damaged: {fault}")
+    return all_packed_ranges(model, directory)
 
 
 def refuse_optimized_model(options: onnxruntime.SessionOptions) -> None:

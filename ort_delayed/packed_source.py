@@ -20,6 +20,7 @@ import onnxruntime
 
 from ort_delayed.loader.element_types import element_type_from_onnx
 from ort_delayed.loader.external_data import external_tensor
+from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.pack_manifest import MANIFEST_KEY, check_manifest, read_manifest
 from ort_delayed.prepacked_entries import packed_weights
@@ -151,12 +152,24 @@ def all_packed_ranges(model: onnx.ModelProto, directory: str) -> tuple[TensorOnD
     Args:
         model: the model.
         directory: what its external data is relative to.
+
+    Raises:
+        PrepackedEntryError, ExternalDataError: an entry of external data cannot be read.
+        PackedModelError: a packed form has fewer bytes than the float32 weight that it is made of. Kernels read what
+            the weight's shape says; ONNX Runtime compares the sizes from release 1.32 on.
     """
     found: dict[str, TensorOnDisk] = {}
     for name, proto in scoped_initializers(model.graph):
         if packed_weights(proto):
             stored = external_tensor(proto, directory)
             stored = replace(stored, name=name, path=os.path.realpath(stored.path))
+            for form in packed_weights(proto) if stored.element_type.name == "float32" else ():
+                if form.nbytes < stored.nbytes:
+                    raise PackedModelError(
+                        f"what {quoted(form.op_type)} made of the weight {quoted(name)} must have at least its "
+                        f"{stored.nbytes} bytes, it has {form.nbytes} at offset {form.buffers[0].offset} of "
+                        f"'{stored.path}': pack the model again"
+                    )
             found |= {t.name: t for _, t in _packed_ranges(proto, stored)}
     return tuple(found.values())
 

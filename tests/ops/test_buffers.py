@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ort_delayed.ops import buffers
+from ort_delayed.loader import platform
 from ort_delayed.ops.buffers import BufferPool
 
 MIB = 1 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def address(array: np.ndarray) -> int:
@@ -93,11 +97,39 @@ def test_a_buffer_may_come_back_while_its_own_thread_holds_the_lock() -> None:
     assert [len(b) for b in pool._idle] == [MIB]
 
 
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="no transparent huge pages here")
+@pytest.mark.parametrize(("nbytes", "is_huge"), [(MIB, False), (2 * MIB, True), (48 * MIB + 5, True)])
+def test_large_buffers_may_consist_of_huge_pages(nbytes: int, is_huge: bool) -> None:
+    array = BufferPool().lend(nbytes)
+    flags = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if re.fullmatch("[0-9a-f]+-[0-9a-f]+", first):
+            start, _, end = first.partition("-")
+            is_ours = int(start, 16) <= address(array) < int(end, 16)
+        elif first == "VmFlags:" and is_ours:
+            flags = line.split()[1:]
+    assert flags is not None
+    assert ("hg" in flags) is is_huge
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_child_does_not_write_into_the_parents_buffer() -> None:
+    array = BufferPool().lend(MIB)
+    array[:] = 1
+    child = os.fork()
+    if child == 0:
+        array[:] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert set(array.tolist()) == {1}
+
+
 def test_no_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(buffers.mmap, "mmap", refuse)
+    monkeypatch.setattr(platform, "map_memory", refuse)
     with pytest.raises(MemoryError, match=str(MIB)):
         BufferPool().lend(MIB)
 

@@ -123,13 +123,24 @@ def test_a_filesystem_that_cannot_map(packed: Path, monkeypatch: pytest.MonkeyPa
 @must_be_mapped
 @pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
 def test_offsets_that_kernels_cannot_read_from(packed: Path, way: str) -> None:
-    model = onnx.load(packed, load_external_data=False)
+    change_buffers(packed, offset=(at := ranges_of(packed)[0].offset + 16))
+    with pytest.raises(PackedModelError, match=rf"multiple of 64 bytes.* is {at}: pack"):
+        WAYS[way](packed)
+
+
+def change_buffers(path: Path, **changes: int) -> None:
+    model = onnx.load(path, load_external_data=False)
     tensor = next(t for t in model.graph.initializer if packed_weights(t))
     (weight,) = packed_weights(tensor)
-    (buffer,) = weight.buffers
-    set_packed_weights(tensor, [replace(weight, buffers=(replace(buffer, offset=buffer.offset + 16),))])
-    packed.write_bytes(model.SerializeToString())
-    with pytest.raises(PackedModelError, match=rf"multiple of 64 bytes.* is {buffer.offset + 16}: pack"):
+    set_packed_weights(tensor, [replace(weight, buffers=tuple(replace(b, **changes) for b in weight.buffers))])
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+def test_packed_forms_that_are_too_short(packed: Path, way: str) -> None:
+    """Kernels would read beyond the mapping, and the process would end with SIGBUS (with onnxruntime up to 1.31)."""
+    change_buffers(packed, nbytes=512 * 512 * 4 - 4)
+    with pytest.raises(PackedModelError, match=r"'MatMul' made of the weight 'w0' .* 1048576 bytes, it has 1048572 at"):
         WAYS[way](packed)
 
 
