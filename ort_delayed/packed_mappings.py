@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,20 +19,22 @@ import onnxruntime
 
 from ort_delayed.loader import platform
 from ort_delayed.loader.files import open_weights
-from ort_delayed.loader.mapped_ranges import find_pieces
 from ort_delayed.loader.process_lock import ProcessLock
 from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.pack_layout import SMALL_ALIGNMENT
 from ort_delayed.packed_source import PackedModelError
 
-__all__ = ["MAY_READ_UNALIGNED", "ONE_CONSTRUCTION", "PackedMappings", "check_mappable", "refuse_unmapped"]
+__all__ = ["MAY_READ_UNALIGNED", "ONE_CONSTRUCTION", "PackedMappings", "check_mappable", "places_of"]
 
 MAY_READ_UNALIGNED = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)
 """Whether this ONNX Runtime dies of packed weights that it could not map."""
 
 ONE_CONSTRUCTION = ProcessLock()
-"""Held while a session is built whose mappings are told from others by being new."""
+"""Held while a session is built whose mappings are told from those of others."""
+
+_Place = tuple[str, int, int]  # where a range is shown: file, offset, address
+_owners: dict[_Place, object] = {}
 
 
 def check_mappable(ranges: Sequence[TensorOnDisk]) -> None:
@@ -64,45 +67,40 @@ def check_mappable(ranges: Sequence[TensorOnDisk]) -> None:
             os.close(fd)
 
 
-def refuse_unmapped(ranges: Sequence[TensorOnDisk], mappings: Iterable[platform.FileMapping]) -> None:
-    """Refuse a session of which ONNX Runtime has read packed weights into memory that its kernels cannot use.
-
-    Args:
-        ranges: the packed ranges of its model.
-        mappings: those that are the session's.
-
-    Raises:
-        OSError: with ``errno.ENOMEM``; the message names the first range.
-    """
-    if not MAY_READ_UNALIGNED:
-        return
-    found = find_pieces(ranges, mappings)
-    missing = [t for t in ranges if t.nbytes and t.name not in found]
-    if missing:
-        first = missing[0]
-        raise OSError(
-            errno.ENOMEM,
-            f"ONNX Runtime could not map {len(missing)} of {len(ranges)} packed weights (the first: "
-            f"{quoted(first.name)}, {first.nbytes} bytes at offset {first.offset}), and its kernels could not read "
-            "them from the memory that it has put them into. The process needs more address space (ulimit -v), or has "
-            "too many mappings (vm.max_map_count); or a session on the same file went at that moment: construct this "
-            "one again",
-            first.path,
-        )
+def places_of(
+    ranges: Iterable[TensorOnDisk], mappings: Iterable[platform.FileMapping]
+) -> dict[TensorOnDisk, tuple[_Place, ...]]:
+    """Where each range that is not empty is shown as a whole; neighbouring mappings may have become one."""
+    sought = sorted((t for t in ranges if t.nbytes), key=lambda t: (t.path, t.offset))
+    starts = [(t.path, t.offset) for t in sought]
+    found: dict[TensorOnDisk, list[_Place]] = {t: [] for t in sought}
+    for mapping in mappings:
+        end = mapping.offset + mapping.nbytes
+        first, last = (bisect_left(starts, (mapping.path, offset)) for offset in (mapping.offset, end))
+        for stored in sought[first:last]:
+            if stored.end <= end:
+                place = (stored.path, stored.offset, mapping.address + stored.offset - mapping.offset)
+                found[stored].append(place)
+    return {stored: tuple(places) for stored, places in found.items()}
 
 
 class PackedMappings:
-    """The mappings of packed weights that a session has, where somebody must look."""
+    """The mappings of packed weights that one session has; close it before ONNX Runtime's session goes.
+
+    A range is somewhere that is no other session's. (That a mapping is new says nothing: a session that goes on another
+    thread meanwhile leaves its addresses to this one.) Where there are several such places, because of sessions that
+    nobody told of, which one it is remains open.
+    """
 
     def __init__(self) -> None:
-        self._own: frozenset[platform.FileMapping] = frozenset()
+        self._own: tuple[_Place, ...] = ()
 
     @contextmanager
     def appearing(self, ranges: Sequence[TensorOnDisk]) -> Iterator[None]:
         """While ONNX Runtime builds a session, or builds it again.
 
         Raises:
-            OSError: as :func:`check_mappable` and :func:`refuse_unmapped` say.
+            OSError: as :func:`check_mappable` and :meth:`take` say.
         """
         check_mappable(ranges)
         paths = {t.path for t in ranges}
@@ -110,7 +108,41 @@ class PackedMappings:
             yield
             return
         with ONE_CONSTRUCTION:
-            before = frozenset(platform.file_mappings(paths))
             yield
-            self._own = frozenset(platform.file_mappings(paths)) - (before - self._own)
-        refuse_unmapped(ranges, self._own)
+            self.take(ranges, platform.file_mappings(paths))
+
+    def take(self, ranges: Sequence[TensorOnDisk], mappings: Iterable[platform.FileMapping]) -> None:
+        """Find where the session's packed ranges are; the caller holds :data:`ONE_CONSTRUCTION`.
+
+        Args:
+            ranges: the packed ranges of its model.
+            mappings: all of their files.
+
+        Raises:
+            OSError: with ``errno.ENOMEM``: ONNX Runtime has put some into memory that its kernels cannot use. The
+                message names the first.
+        """
+        if not MAY_READ_UNALIGNED:
+            return
+        self.close()
+        free = {t: [p for p in places if p not in _owners] for t, places in places_of(ranges, mappings).items()}
+        missing = [t for t, places in free.items() if not places]
+        if missing:
+            first = missing[0]
+            raise OSError(
+                errno.ENOMEM,
+                f"ONNX Runtime could not map {len(missing)} of {len(ranges)} packed weights (the first: "
+                f"{quoted(first.name)}, {first.nbytes} bytes at offset {first.offset}), and its kernels could not read "
+                "them from the memory that it has put them into. The process needs more address space (ulimit -v), or "
+                "has too many mappings (vm.max_map_count)",
+                first.path,
+            )
+        self._own = tuple(places[0] for places in free.values() if len(places) == 1)
+        _owners.update(dict.fromkeys(self._own, self))
+
+    def close(self) -> None:
+        """The session goes, and others may get its addresses. Safe to call twice."""
+        for place in self._own:
+            if _owners.get(place) is self:
+                del _owners[place]
+        self._own = ()

@@ -11,7 +11,7 @@ from ort_delayed.loader import platform
 from ort_delayed.loader.budget import format_bytes
 from ort_delayed.loader.mapped_ranges import MappedFiles, Piece, check_own, find_pieces
 from ort_delayed.memory_plan import DelayedBytes, MemoryPlan, make_plan
-from ort_delayed.packed_mappings import check_mappable, refuse_unmapped
+from ort_delayed.packed_mappings import PackedMappings, check_mappable
 from ort_delayed.pager import PagedGroup, PagedPiece, Pager
 
 __all__ = ["PagedWeights"]
@@ -64,6 +64,7 @@ class PagedWeights:
         self._looked_at_system = 0.0
         self._pager: Pager | None = None
         self._mappings: frozenset[platform.FileMapping] = frozenset()
+        self._packed = PackedMappings()
         self._not_by_page: dict[str, tuple[Piece, ...]] = {}
 
     @property
@@ -104,7 +105,8 @@ class PagedWeights:
         found = find_pieces(tensors, mappings - before)
         found |= find_pieces([t for t in tensors if t.name not in found], mappings & earlier)
         self._mappings = mappings - (before - earlier)
-        refuse_unmapped(self.source.must_be_mapped, self._mappings)
+        if self.source.must_be_mapped:
+            self._packed.take(self.source.must_be_mapped, mappings)
         pieces: list[PagedPiece] = []
         numbers: dict[str, range] = {}
         for name, own in found.items():
@@ -179,6 +181,7 @@ class PagedWeights:
         """Give up nothing any more, and close the files. Safe to call twice."""
         if self._pager is not None:
             self._pager.close()
+        self._packed.close()
         self.files.close()
         self.by_page.close()
 

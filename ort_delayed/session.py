@@ -91,6 +91,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         self._weights_dir = None if weights_dir is None else os.path.abspath(weights_dir)
         self._binding: Binding | None = None
         self._packed_mappings = PackedMappings()
+        weakref.finalize(self, self._packed_mappings.close).atexit = False
         self._threads = RunThreads()
         # Not at exit: there runs are waited for first (run_threads), and the process takes the rest with it.
         weakref.finalize(self, self._threads.close).atexit = False

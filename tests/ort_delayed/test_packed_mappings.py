@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,12 @@ from refused_mappings import CAN_REFUSE
 from subprocesses import run_snippet
 
 import ort_delayed
+from ort_delayed import packed_mappings
 from ort_delayed.loader import platform
+from ort_delayed.loader.element_types import element_type_from_onnx
 from ort_delayed.loader.platform import FileMapping
-from ort_delayed.packed_mappings import MAY_READ_UNALIGNED, PackedMappings, check_mappable, refuse_unmapped
+from ort_delayed.loader.tensor_on_disk import TensorOnDisk
+from ort_delayed.packed_mappings import MAY_READ_UNALIGNED, PackedMappings, check_mappable, places_of
 from ort_delayed.packed_source import PackedModelError, all_packed_ranges
 from ort_delayed.packing import pack_model
 from ort_delayed.prepacked_entries import packed_weights, set_packed_weights
@@ -48,11 +52,11 @@ def packed(tmp_path: Path) -> Path:
     return tmp_path / "packed.onnx"
 
 
-def ranges_of(path: Path) -> tuple[ort_delayed.loader.tensor_on_disk.TensorOnDisk, ...]:
+def ranges_of(path: Path) -> tuple[TensorOnDisk, ...]:
     return all_packed_ranges(onnx.load(path, load_external_data=False), str(path.parent))
 
 
-def mapping_of(stored: ort_delayed.loader.tensor_on_disk.TensorOnDisk, address: int = 1 << 30) -> FileMapping:
+def mapping_of(stored: TensorOnDisk, address: int = 1 << 30) -> FileMapping:
     start = stored.offset // mmap.PAGESIZE * mmap.PAGESIZE
     return FileMapping(address, -(-stored.end // mmap.PAGESIZE) * mmap.PAGESIZE - start, start, stored.path)
 
@@ -69,33 +73,83 @@ def test_all_packed_ranges_are_those_that_onnx_runtime_maps(packed: Path) -> Non
 @must_be_mapped
 def test_a_range_without_a_mapping_is_named(packed: Path) -> None:
     ranges = ranges_of(packed)
-    refuse_unmapped(ranges, [mapping_of(t) for t in ranges])
     with pytest.raises(OSError, match=r"could not map 1 of 3 packed weights .*vm\.max_map_count") as raised:
-        refuse_unmapped(ranges, [mapping_of(t) for t in ranges[:2]])
+        PackedMappings().take(ranges, [mapping_of(t) for t in ranges[:2]])
     assert (raised.value.errno, raised.value.filename) == (errno.ENOMEM, ranges[2].path)
     assert ranges[2].name in str(raised.value)
     assert f"{ranges[2].nbytes} bytes at offset {ranges[2].offset}" in str(raised.value)
+    assert not packed_mappings._owners
+
+
+def test_where_ranges_are_shown() -> None:
+    page, file, other = mmap.PAGESIZE, "/a", "/b"
+    uint8 = element_type_from_onnx(onnx.TensorProto.UINT8)
+    assert uint8 is not None
+    ranges = {
+        name: TensorOnDisk(name, path, offset, nbytes, (nbytes,), uint8)
+        for name, path, offset, nbytes in [
+            ("first", file, 0, page),
+            ("inside", file, 64, 128),
+            ("second", file, page, 2 * page),
+            ("empty", file, page, 0),
+            ("elsewhere", other, 0, page),
+        ]
+    }
+    mappings = [
+        FileMapping(10 * page, page, 0, file),
+        FileMapping(30 * page, 3 * page, 0, file),  # two that have become one
+        FileMapping(50 * page, page, page, file),  # too short
+        FileMapping(70 * page, 2 * page, page, file),
+    ]
+    found = {t.name: places for t, places in places_of(ranges.values(), mappings).items()}
+    assert found == {
+        "first": ((file, 0, 10 * page), (file, 0, 30 * page)),
+        "inside": ((file, 64, 10 * page + 64), (file, 64, 30 * page + 64)),
+        "second": ((file, page, 31 * page), (file, page, 70 * page)),
+        "elsewhere": (),
+    }
 
 
 @must_be_mapped
 @lists_mappings
 def test_mappings_of_another_session_do_not_count(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = ranges_of(packed)
-    of_another = [mapping_of(t) for t in ranges]
-    monkeypatch.setattr(platform, "file_mappings", lambda paths: of_another)
-    with pytest.raises(OSError, match="could not map 3 of 3"), PackedMappings().appearing(ranges):
+    monkeypatch.setattr(platform, "file_mappings", lambda paths: [mapping_of(t) for t in ranges])
+    first, second = PackedMappings(), PackedMappings()
+    with first.appearing(ranges):
         pass
+    with pytest.raises(OSError, match="could not map 3 of 3"), second.appearing(ranges):
+        pass
+    with first.appearing(ranges):  # made again, at the same addresses
+        pass
+    first.close()  # it goes, and another one gets its addresses
+    with second.appearing(ranges):
+        pass
+    second.close()
+    second.close()
+    assert not packed_mappings._owners
 
 
-@must_be_mapped
 @lists_mappings
-def test_a_session_that_is_made_again_may_get_its_old_addresses(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges, seen = ranges_of(packed), list[FileMapping]()
-    monkeypatch.setattr(platform, "file_mappings", lambda paths: list(seen))
-    own = PackedMappings()
-    for _ in range(2):
-        with own.appearing(ranges):
-            seen[:] = [mapping_of(t) for t in ranges]
+def test_sessions_that_come_and_go_on_several_threads(packed: Path) -> None:
+    """None is refused: the addresses of those that go are told from those of others."""
+    feeds, failures = {"x": random(16, 512)}, list[BaseException]()
+    expected = ort_delayed.InferenceSession(packed).run(None, feeds)[0]
+
+    def come_and_go() -> None:
+        try:
+            for number in range(24):
+                session = ort_delayed.InferenceSession(packed, ram_budget=(64 << 20) if number % 8 == 7 else None)
+                np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
+        except BaseException as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
 
 
 def test_providers_can_be_set_again(packed: Path) -> None:
