@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ hypothesis.settings.register_profile(
     "ort_delayed", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ort_delayed")
+# A shell that starts `make test &` has it ignore interrupts, and all its children with it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Runs that fail are what many tests are about: ONNX Runtime need not log each one.
 onnxruntime.set_default_logger_severity(4)
 

@@ -215,7 +215,10 @@ def interrupted(process: subprocess.Popen[str], when: object) -> tuple[str, str]
     while not when() and process.poll() is None and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=60)
+    try:
+        return process.communicate(timeout=60)
+    finally:
+        process.kill()  # one that goes on would keep a core from all tests that follow
 
 
 @pytest.mark.parametrize("arguments", [("convert", "--copy"), ("pack", "--optimize", "none")])
