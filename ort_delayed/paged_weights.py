@@ -105,8 +105,9 @@ class PagedWeights:
         found = find_pieces(tensors, mappings - before)
         found |= find_pieces([t for t in tensors if t.name not in found], mappings & earlier)
         self._mappings = mappings - (before - earlier)
-        if self.source.must_be_mapped:
-            self._packed.take(self.source.must_be_mapped, mappings)
+        packed = self.source.must_be_mapped
+        if packed:  # some, or all, may be too small to be paged: their files are not among ours then
+            self._packed.take(packed, platform.file_mappings({t.path for t in packed}))
         pieces: list[PagedPiece] = []
         numbers: dict[str, range] = {}
         for name, own in found.items():

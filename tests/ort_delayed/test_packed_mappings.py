@@ -163,6 +163,18 @@ def test_providers_can_be_set_again(packed: Path) -> None:
         np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 
+@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+def test_a_model_of_which_every_weight_is_small(tmp_path: Path, way: str) -> None:
+    weight = numpy_helper.from_array(random(32, 16), "w")
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3, 32])
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [3, 16])
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "graph", [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    pack_model(save_external(model, tmp_path / "model.onnx"), tmp_path / "packed.onnx")
+    assert [t.nbytes for t in ranges_of(tmp_path / "packed.onnx")] == [2048]
+    assert WAYS[way](tmp_path / "packed.onnx") is not None
+
+
 @must_be_mapped
 @pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
 def test_a_filesystem_that_cannot_map(packed: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
