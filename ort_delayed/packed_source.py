@@ -23,7 +23,7 @@ from ort_delayed.loader.external_data import external_tensor
 from ort_delayed.loader.quoting import quoted
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
 from ort_delayed.pack_manifest import MANIFEST_KEY, check_manifest, read_manifest
-from ort_delayed.prepacked_entries import packed_weights
+from ort_delayed.prepacked_entries import PackedWeight, packed_weights
 from ort_delayed.use_order import WeightUse, scoped_initializers
 
 __all__ = [
@@ -132,7 +132,7 @@ def read_ranges(
     ranges: dict[str, TensorOnDisk] = {}
     packed: dict[tuple[str, str], list[str]] = {}
     for name, stored in tensors.items():
-        for op_type, stored_range in _packed_ranges(initializers[name], stored):
+        for op_type, stored_range in _ranges_of(packed_weights(initializers[name]), stored):
             ranges[stored_range.name] = stored_range
             packed.setdefault((name, op_type), []).append(stored_range.name)
     read: list[WeightUse] = []
@@ -160,25 +160,32 @@ def all_packed_ranges(model: onnx.ModelProto, directory: str) -> tuple[TensorOnD
     """
     found: dict[str, TensorOnDisk] = {}
     for name, proto in scoped_initializers(model.graph):
-        if packed_weights(proto):
-            stored = external_tensor(proto, directory)
-            stored = replace(stored, name=name, path=os.path.realpath(stored.path))
-            for form in packed_weights(proto) if stored.element_type.name == "float32" else ():
-                if form.nbytes < stored.nbytes:
-                    raise PackedModelError(
-                        f"what {quoted(form.op_type)} made of the weight {quoted(name)} must have at least its "
-                        f"{stored.nbytes} bytes, it has {form.nbytes} at offset {form.buffers[0].offset} of "
-                        f"'{stored.path}': pack the model again"
-                    )
-            found |= {t.name: t for _, t in _packed_ranges(proto, stored)}
+        forms = packed_weights(proto)
+        if not forms:
+            continue
+        stored = external_tensor(proto, directory)
+        stored = replace(stored, name=name, path=os.path.realpath(stored.path))
+        if stored.element_type.name == "float32":
+            _check_sizes(forms, stored)
+        found |= {t.name: t for _, t in _ranges_of(forms, stored)}
     return tuple(found.values())
 
 
-def _packed_ranges(initializer: onnx.TensorProto, stored: TensorOnDisk) -> Iterator[tuple[str, TensorOnDisk]]:
+def _check_sizes(forms: Sequence[PackedWeight], stored: TensorOnDisk) -> None:
+    for form in forms:
+        if form.nbytes < stored.nbytes:
+            raise PackedModelError(
+                f"what {quoted(form.op_type)} made of the weight {quoted(stored.name)} must have at least its "
+                f"{stored.nbytes} bytes, it has {form.nbytes} at offset {form.buffers[0].offset} of '{stored.path}': "
+                "pack the model again"
+            )
+
+
+def _ranges_of(forms: Sequence[PackedWeight], stored: TensorOnDisk) -> Iterator[tuple[str, TensorOnDisk]]:
     """Operator and range of each packed buffer of a weight."""
     uint8 = element_type_from_onnx(onnx.TensorProto.UINT8)
     assert uint8 is not None
-    for form in packed_weights(initializer):
+    for form in forms:
         for number, buffer in enumerate(form.buffers):
             name = f"{stored.name} {form.key} {number}"
             yield form.op_type, TensorOnDisk(name, stored.path, buffer.offset, buffer.nbytes, (buffer.nbytes,), uint8)

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from packable_models import random, save_external
 from refused_mappings import CAN_REFUSE
 from subprocesses import run_snippet
@@ -22,9 +23,10 @@ import ort_delayed
 from ort_delayed import packed_mappings
 from ort_delayed.loader import platform
 from ort_delayed.loader.element_types import element_type_from_onnx
+from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.platform import FileMapping
 from ort_delayed.loader.tensor_on_disk import TensorOnDisk
-from ort_delayed.packed_mappings import MAY_READ_UNALIGNED, PackedMappings, check_mappable, places_of
+from ort_delayed.packed_mappings import MAY_READ_UNALIGNED, PackedMappings, places_of
 from ort_delayed.packed_source import PackedModelError, all_packed_ranges
 from ort_delayed.packing import pack_model
 from ort_delayed.prepacked_entries import packed_weights, set_packed_weights
@@ -37,6 +39,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "budget": lambda path: ort_delayed.InferenceSession(path, ram_budget=64 << 20),
     "prepare_model": lambda path: ort_delayed.prepare_model(path, onnxruntime.SessionOptions()),
 }
+each_way = pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
 
 
 @pytest.fixture
@@ -163,7 +166,7 @@ def test_providers_can_be_set_again(packed: Path) -> None:
         np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 
-@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+@each_way
 def test_a_model_of_which_every_weight_is_small(tmp_path: Path, way: str) -> None:
     weight = numpy_helper.from_array(random(32, 16), "w")
     x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3, 32])
@@ -176,7 +179,7 @@ def test_a_model_of_which_every_weight_is_small(tmp_path: Path, way: str) -> Non
 
 
 @must_be_mapped
-@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+@each_way
 def test_a_filesystem_that_cannot_map(packed: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     def refused(*arguments: object, **settings: object) -> None:
         raise OSError(errno.ENODEV, "No such device")
@@ -189,7 +192,7 @@ def test_a_filesystem_that_cannot_map(packed: Path, monkeypatch: pytest.MonkeyPa
 
 
 @must_be_mapped
-@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+@each_way
 def test_offsets_that_kernels_cannot_read_from(packed: Path, way: str) -> None:
     change_buffers(packed, offset=(at := ranges_of(packed)[0].offset + 16))
     with pytest.raises(PackedModelError, match=rf"multiple of 64 bytes.* is {at}: pack"):
@@ -204,7 +207,7 @@ def change_buffers(path: Path, **changes: int) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-@pytest.mark.parametrize("way", [w if w != "budget" else pytest.param(w, marks=lists_mappings) for w in WAYS])
+@each_way
 def test_packed_forms_that_are_too_short(packed: Path, way: str) -> None:
     """Kernels would read beyond the mapping, and the process would end with SIGBUS (with onnxruntime up to 1.31)."""
     change_buffers(packed, nbytes=512 * 512 * 4 - 4)
@@ -212,10 +215,12 @@ def test_packed_forms_that_are_too_short(packed: Path, way: str) -> None:
         WAYS[way](packed)
 
 
-def test_nothing_to_look_at() -> None:
-    check_mappable(())
-    with PackedMappings().appearing(()):
-        pass
+@pytest.mark.parametrize("way", ["session", pytest.param("budget", marks=lists_mappings)])
+def test_ranges_that_end_behind_the_file(packed: Path, way: str) -> None:
+    (data,) = packed.parent.glob("*.weights")
+    change_buffers(packed, offset=data.stat().st_size - 4096)
+    with pytest.raises((ShardFormatError, Fail), match=r"the file holds 4096 from there on|Pre-packed blob: MatMul"):
+        WAYS[way](packed)
 
 
 REFUSED = """
