@@ -177,7 +177,7 @@ class BudgetKeeper:
             run = RunUnderWay(self._construction, cancel)
             self._relief = ConstructionRelief(
                 source.tensors,
-                source.packed_ranges,
+                {t.name for t in source.packed_ranges},
                 files,
                 budget_bytes=self.budget.max_bytes,
                 mark_bytes=self._mark,

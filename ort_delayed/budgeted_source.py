@@ -56,8 +56,7 @@ class BudgetedSource:
         disabled_optimizers: optimizers that would put copies of mapped weights into memory.
         packed: whether kernels read packed weights from the files; None where the model is no packed one, which has
             been optimised already.
-        packed_ranges: names of the tensors that hold packed bytes.
-        must_be_mapped: all packed ranges of the model, also those that are too small to be among the tensors.
+        packed_ranges: all ranges of packed bytes, also those that are too small to be among the tensors.
     """
 
     model: bytes
@@ -67,8 +66,7 @@ class BudgetedSource:
     groups: tuple[tuple[str | None, tuple[str, ...]], ...]
     disabled_optimizers: tuple[str, ...]
     packed: bool | None = None
-    packed_ranges: frozenset[str] = frozenset()
-    must_be_mapped: tuple[TensorOnDisk, ...] = ()
+    packed_ranges: tuple[TensorOnDisk, ...] = ()
 
 
 def prepare_budgeted(
@@ -144,10 +142,9 @@ def _prepared(
         if cut is not None:
             raise ShardFormatError(f"{cut}. Was a download or a copy interrupted?")
     uses = order_of_use(model.graph)
-    packed_ranges: frozenset[str] = frozenset()
     if packed:
         read = read_ranges(uses, tensors, dict(scoped_initializers(model.graph)))
-        uses, tensors, packed_ranges = read.uses, dict(read.ranges), read.packed
+        uses, tensors = read.uses, dict(read.ranges)
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes, most_bytes = sizes_of_groups(budget.max_bytes, sum(mapped.values()))
@@ -167,7 +164,6 @@ def _prepared(
         groups,
         _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 and packed is None else (),
         packed,
-        packed_ranges,
         all_packed_ranges(model, external_directory or "") if packed else (),
     )
 

@@ -52,7 +52,7 @@ class PagedWeights:
         self.files = MappedFiles(dict.fromkeys(t.path for t in source.tensors))
         try:
             self.files.check_inside(source.tensors)
-            check_mappable(source.must_be_mapped)
+            check_mappable(source.packed_ranges)
         except BaseException:
             self.files.close()
             raise
@@ -105,7 +105,7 @@ class PagedWeights:
         found = find_pieces(tensors, mappings - before)
         found |= find_pieces([t for t in tensors if t.name not in found], mappings & earlier)
         self._mappings = mappings - (before - earlier)
-        packed = self.source.must_be_mapped
+        packed = self.source.packed_ranges
         if packed:  # some, or all, may be too small to be paged: their files are not among ours then
             self._packed.take(packed, platform.file_mappings({t.path for t in packed}))
         pieces: list[PagedPiece] = []

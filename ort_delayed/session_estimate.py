@@ -38,7 +38,8 @@ def _construction_bytes(source: BudgetedSource, session_bytes: int) -> int:
 
     Those pages can be given up, but not before they have been seen, so of large weights less is needed. 0 for others.
     """
-    sizes = [t.nbytes for t in source.tensors if t.name in source.packed_ranges]
+    packed = {t.name for t in source.packed_ranges}
+    sizes = [t.nbytes for t in source.tensors if t.name in packed]
     if not source.packed or not sizes:
         return 0
     slack = min(2 * max(sizes) + _PACKING_SLACK_BYTES, _MOST_PACKING_SLACK_BYTES)
