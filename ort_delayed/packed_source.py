@@ -107,13 +107,10 @@ class ReadRanges:
     Attributes:
         uses: the uses of weights, as uses of ranges.
         ranges: the ranges, by name.
-        packed: names of the ranges that hold packed bytes. ONNX Runtime maps these before it packs anything, and
-            keeps them mapped as long as the session lives; raw values it unmaps while it builds the session.
     """
 
     uses: tuple[WeightUse, ...]
     ranges: Mapping[str, TensorOnDisk]
-    packed: frozenset[str]
 
 
 def read_ranges(
@@ -143,11 +140,14 @@ def read_ranges(
             if use.weight in tensors:
                 ranges[use.weight] = tensors[use.weight]
         read.extend(replace(use, weight=name) for name in names)
-    return ReadRanges(tuple(read), ranges, frozenset(name for names in packed.values() for name in names))
+    return ReadRanges(tuple(read), ranges)
 
 
 def all_packed_ranges(model: onnx.ModelProto, directory: str) -> tuple[TensorOnDisk, ...]:
     """Every packed range that ONNX Runtime maps when it loads a model, whether or not a kernel reads it.
+
+    It maps these before it packs anything, and keeps them mapped as long as the session lives; raw values it unmaps
+    while it builds the session.
 
     Args:
         model: the model.
