@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Literal
 
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
+from ort_delayed.loader.platform import release_free_memory
 from ort_delayed.loader.resident_memory import PeakWindow, current_rss_bytes
 
 __all__ = ["PeakRamProbe", "PeakRamReport", "PeakSource", "RssSampler"]
@@ -113,7 +114,7 @@ class PeakRamProbe:
             return PeakRamReport(self.budget.max_bytes, baseline, self._peak, source)
 
     def start(self, *, charged_bytes: int = 0) -> int:
-        """Take the baseline and return it, in bytes.
+        """Take the baseline and return it, in bytes; freed memory goes back to the system first, where it can.
 
         Args:
             charged_bytes: resident bytes that count against the budget although they were allocated before;
@@ -125,6 +126,9 @@ class PeakRamProbe:
         """
         if self.started:
             raise RuntimeError("the RAM probe is already started")
+        if self._sampler is None:
+            # What the C library keeps of memory that was freed would hide as much of what the work takes.
+            release_free_memory()
         sample = self._sample()
         if self._sampler is None:
             self._window = PeakWindow()

@@ -29,6 +29,7 @@ from ort_delayed.loader.external_data import has_external_data
 from ort_delayed.loader.files import FileIdentity, confining_directories
 from ort_delayed.loader.model_texts import fault_in_texts, parse_model
 from ort_delayed.loader.onnx_files import check_ranges, iter_initializers, read_onnx_model
+from ort_delayed.loader.platform import release_free_memory
 from ort_delayed.loader.probe import PeakRamProbe, RssSampler
 from ort_delayed.loader.sources import DiscoveredWeights, discover_weights, local_source
 from ort_delayed.loader.streaming import LoadProgress
@@ -112,6 +113,8 @@ def stream_install(
         undo.callback(values.close)
         copied = copy_weights(ready.tensors, layers_per_group, values, ready.identities, probe, progress)
         ready.bound.check_files()
+        if rss_sampler is None:
+            release_free_memory()  # what is free again must not count as resident when a session is built
         resident = max(probe.checkpoint("installing weights") - probe.report.baseline_rss_bytes, 0)
         peak = probe.stop()
         # Nothing may fail from here on, because it could not be undone.

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from subprocesses import run_snippet
 
 from ort_delayed.loader import platform, probe
 from ort_delayed.loader.budget import RamBudget, RamBudgetExceeded, RamProbeUnavailable
@@ -268,6 +269,39 @@ def test_the_kernels_mark_counts_without_a_thread() -> None:
     assert caught.value.observed_bytes > 60 * MIB
     tested.abandon()
     assert tested.report.peak_source == "kernel-high-water-mark"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what glibc does with freed memory")
+def test_freed_memory_that_the_c_library_keeps_hides_nothing() -> None:
+    """What was freed before the start and is used again by the work has been taken by the work."""
+    code = """
+    import ctypes
+    from ort_delayed.loader import platform
+    from ort_delayed.loader.probe import PeakRamProbe
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    def take():
+        blocks = [libc.malloc(100_000) for _ in range(320)]
+        for block in blocks:
+            ctypes.memset(block, 1, 100_000)
+        return blocks
+    before = platform.resident_bytes()
+    blocks = take()
+    libc.malloc(100_000)  # stays in use, behind them: the heap cannot shrink
+    for block in blocks:
+        libc.free(block)
+    kept = platform.resident_bytes() - before
+    probe = PeakRamProbe(1 << 30)
+    probe.start()
+    take()
+    print(kept >> 20, probe.stop().peak_incremental_bytes >> 20)
+    """
+    kept, counted = map(int, run_snippet(code).split())
+    if kept < 24:
+        pytest.skip("this C library keeps no freed memory")
+    assert counted >= 24
 
 
 def test_without_a_kernel_mark_samples_count_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
