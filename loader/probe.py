@@ -150,7 +150,8 @@ class PeakRamProbe:
         """
         self._started_baseline()
         if self._poll_error is not None:
-            raise self._poll_error
+            # Anew each time: an error that is raised refers to frames, and those to this probe.
+            raise RamProbeUnavailable(*self._poll_error.args) from self._poll_error.__cause__
         current = self._sample()
         self._record(current)
         observed = self.report.peak_incremental_bytes

@@ -53,12 +53,13 @@ def load_cancelled_beyond_budget(
         done.set()
         watcher.join()
         if failed:
-            raise failed[0] from cancelled
+            # Popped: it refers to this frame, and would keep the session until garbage is collected.
+            raise failed.pop() from cancelled
         raise
     finally:
         done.set()
         watcher.join()
         options.set_load_cancellation_flag(False)
     if failed:
-        raise failed[0]
+        raise failed.pop()
     probe.checkpoint(operation)

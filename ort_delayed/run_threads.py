@@ -257,7 +257,10 @@ class _Thread:
             failure = MemoryError(f"a thread to run the model on has not begun within {_STARTS_WITHIN} s")
         if failure is not None:
             self.mailbox.put(None)
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # the error refers to this frame
 
 
 def _serve(

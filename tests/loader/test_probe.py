@@ -196,8 +196,12 @@ def test_a_poll_thread_that_cannot_measure_fails_the_next_check() -> None:
     assert failed.wait(20)
     assert tested._poller is not None
     tested._poller.join(20)
-    with pytest.raises(RamProbeUnavailable):
-        tested.checkpoint()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RamProbeUnavailable, match="the sampler returned None") as caught:
+            tested.checkpoint()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]  # which would keep alive every frame that it was raised through
     tested.abandon()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -58,6 +61,32 @@ def test_a_load_that_was_too_quick_to_be_cancelled_fails_all_the_same() -> None:
     ):
         readings["rss"] = 1001
     assert options.flags[-1] is False
+
+
+class Session:
+    """Something that only a frame refers to."""
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_cancelled_session_goes_at_once_and_not_with_the_garbage(fails: bool) -> None:
+    options, readings, sessions = Options(), {"rss": 0}, []
+
+    def load() -> None:
+        session = Session()
+        sessions.append(weakref.ref(session))
+        with load_cancelled_beyond_budget(options, probe(readings), "loading it"):
+            readings["rss"] = 1001
+            assert options.cancelled.wait(30)
+            if fails:
+                raise RuntimeError("the load was cancelled")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ort_delayed.RamBudgetExceeded):
+            load()
+        assert sessions[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_load_that_fails_for_itself_keeps_its_own_exception() -> None:

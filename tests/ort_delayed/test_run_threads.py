@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from ort_delayed import run_threads
@@ -160,6 +165,20 @@ def test_a_thread_that_ends_before_it_has_begun_is_an_error_and_no_hang(monkeypa
         patched.setattr(run_threads._thread, "start_new_thread", lambda function, arguments: 1)
         with pytest.raises(MemoryError, match="has not begun"):
             threads.call(lambda: 1, lambda at_exit: None)
+        references = []
+
+        def run() -> None:
+            inputs = np.ones(1)
+            references.append(weakref.ref(inputs))
+            threads.call(functools.partial(np.sum, inputs), lambda at_exit: None)
+
+        gc.disable()
+        try:
+            with contextlib.suppress(MemoryError):
+                run()
+            assert references[0]() is None  # no error's frames keep it until garbage is collected
+        finally:
+            gc.enable()
     assert threads.call(lambda: 2, lambda at_exit: None) == 2
     threads.close()
 
