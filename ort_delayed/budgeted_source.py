@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx
 import onnxruntime
 
-from ort_delayed.clock import install_clock, possible_paces, possible_ticks
+from ort_delayed.clock import install_clock
 from ort_delayed.loader.budget import RamBudget, format_bytes
 from ort_delayed.loader.errors import ShardFormatError
 from ort_delayed.loader.external_data import external_tensor, has_external_data, set_external_data
@@ -22,6 +22,7 @@ from ort_delayed.loader.tensor_on_disk import TensorOnDisk, cut_off
 from ort_delayed.memory_plan import PlannedWeight, cut_into_groups, sizes_of_groups
 from ort_delayed.model_source import refuse_optimized_model, serialized
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.pacing import possible_paces, possible_ticks
 from ort_delayed.packed_source import accept_packed, all_packed_ranges, read_ranges
 from ort_delayed.preparing import prepare
 from ort_delayed.skeletons import Skeleton
@@ -142,18 +143,21 @@ def _prepared(
         if cut is not None:
             raise ShardFormatError(f"{cut}. Was a download or a copy interrupted?")
     uses = order_of_use(model.graph)
+    initializers = {name: name for name in tensors}
     if packed:
         read = read_ranges(uses, tensors, dict(scoped_initializers(model.graph)))
-        uses, tensors = read.uses, dict(read.ranges)
+        uses, tensors, initializers = read.uses, dict(read.ranges), dict(read.weights)
     possible = possible_ticks(model.graph)
     mapped = {n: t.nbytes for n, t in tensors.items() if t.nbytes >= _LEAST_MAPPED_BYTES and n not in possible}
     least_bytes, most_bytes = sizes_of_groups(budget.max_bytes, sum(mapped.values()))
-    # A weight that goes through a Reshape is no constant any more, and only those are taken packed.
-    paces = set() if packed else possible_paces(model.graph)
+    replaced = _replaced_bytes(model.graph, mapped, tensors)
+    leaves_out = replaced > budget.max_bytes // 16 and packed is None
+    large = {initializers[name] for name in mapped}
+    by_weight = possible_paces(model, large, is_optimized=packed is not None, at_most_extended=leaves_out)
+    paces = {name: by_weight[weight] for name, weight in initializers.items() if weight in by_weight}
     groups = cut_into_groups(uses, mapped, possible, paces, least_bytes=least_bytes, most_bytes=most_bytes)
     ticks = {tick: lambda number=number: on_tick(number) for number, (tick, _) in enumerate(groups) if tick is not None}
-    replaced = _replaced_bytes(model.graph, mapped, tensors)
-    install_clock(model, ticks, binding, external_directory)
+    install_clock(model, ticks, binding, external_directory, paces)
     if skeleton is not None:
         skeleton.model = model
     return BudgetedSource(
@@ -162,7 +166,7 @@ def _prepared(
         tuple(t for n, t in tensors.items() if n in mapped),
         _weights(uses, mapped),
         groups,
-        _REPLACING_OPTIMIZERS if replaced > budget.max_bytes // 16 and packed is None else (),
+        _REPLACING_OPTIMIZERS if leaves_out else (),
         packed,
         all_packed_ranges(model, external_directory or "") if packed else (),
     )

@@ -107,10 +107,12 @@ class ReadRanges:
     Attributes:
         uses: the uses of weights, as uses of ranges.
         ranges: the ranges, by name.
+        weights: by the name of a range, the initializer that it is of.
     """
 
     uses: tuple[WeightUse, ...]
     ranges: Mapping[str, TensorOnDisk]
+    weights: Mapping[str, str]
 
 
 def read_ranges(
@@ -127,10 +129,12 @@ def read_ranges(
         initializers: their protos.
     """
     ranges: dict[str, TensorOnDisk] = {}
+    weights: dict[str, str] = {}
     packed: dict[tuple[str, str], list[str]] = {}
     for name, stored in tensors.items():
         for op_type, stored_range in _ranges_of(packed_weights(initializers[name]), stored):
             ranges[stored_range.name] = stored_range
+            weights[stored_range.name] = name
             packed.setdefault((name, op_type), []).append(stored_range.name)
     read: list[WeightUse] = []
     for use in uses:
@@ -139,8 +143,9 @@ def read_ranges(
             names = [use.weight]
             if use.weight in tensors:
                 ranges[use.weight] = tensors[use.weight]
+                weights[use.weight] = use.weight
         read.extend(replace(use, weight=name) for name in names)
-    return ReadRanges(tuple(read), ranges)
+    return ReadRanges(tuple(read), ranges, weights)
 
 
 def all_packed_ranges(model: onnx.ModelProto, directory: str) -> tuple[TensorOnDisk, ...]:

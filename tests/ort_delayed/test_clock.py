@@ -12,8 +12,9 @@ from delayed_models import model, node, value
 from onnx import helper, numpy_helper
 
 import ort_delayed
-from ort_delayed.clock import install_clock, possible_paces, possible_ticks
+from ort_delayed.clock import install_clock
 from ort_delayed.ops.kernel import Binding
+from ort_delayed.pacing import Pace, possible_paces, possible_ticks
 
 WIDTH = 16
 
@@ -35,13 +36,17 @@ def stack(layers: int = 4) -> onnx.ModelProto:
     return model(nodes, [value("x", [None, WIDTH])], [value("y", [None, WIDTH])], initializers=weights)
 
 
-def run(made: onnx.ModelProto, level: str = "ORT_ENABLE_ALL") -> bytes:
+def paces_of(made: onnx.ModelProto, **known: bool) -> dict[str, Pace]:
+    return possible_paces(made, {t.name for t in made.graph.initializer}, **known)
+
+
+def run(made: onnx.ModelProto, level: str = "ORT_ENABLE_ALL", shape: tuple[int, ...] = (3, WIDTH)) -> bytes:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     options.add_session_config_entry("session.disable_prepacking", "1")
     ort_delayed.register_custom_ops(options)
     session = onnxruntime.InferenceSession(made.SerializeToString(), options)
-    feed = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
+    feed = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     result: bytes = session.run(None, {"x": feed})[0].tobytes()
     return result
 
@@ -51,7 +56,7 @@ def run(made: onnx.ModelProto, level: str = "ORT_ENABLE_ALL") -> bytes:
 def test_each_delivery_comes_right_before_its_use(kind: str, level: str) -> None:
     expected = run(stack(), level)
     made, ticked, binding = stack(), [], Binding()
-    install_clock(made, {f"{kind}{i}": lambda i=i: ticked.append(i) for i in range(4)}, binding, None)
+    install_clock(made, {f"{kind}{i}": lambda i=i: ticked.append(i) for i in range(4)}, binding, None, paces_of(made))
     assert run(made, level) == expected
     assert ticked == [0, 1, 2, 3]
     binding.close()
@@ -63,7 +68,7 @@ def test_a_tick_that_raises_stops_the_run() -> None:
 
     for name in ("bias2", "weight2"):
         made, binding = stack(), Binding()
-        install_clock(made, {name: refuse}, binding, None)
+        install_clock(made, {name: refuse}, binding, None, paces_of(made))
         with pytest.raises(Exception, match="ort_delayed guard"):
             run(made)
         binding.close()
@@ -76,7 +81,131 @@ def test_vectors_that_are_added_or_multiplied_may_tick() -> None:
 def test_only_weights_of_one_product_may_be_paced() -> None:
     made = stack()
     made.graph.node.append(node("Mul", ["weight1", "weight1"], ["other"]))
-    assert possible_paces(made.graph) == {"weight0", "weight2", "weight3"}
+    assert set(paces_of(made)) == {"weight0", "weight2", "weight3"}
+
+
+def images(layers: int = 4, between: str = "Relu", kind: str = "Conv") -> onnx.ModelProto:
+    """Convolutions, between each and the next a node; every second output is added to what comes two later."""
+    nodes, weights, current = [], [], "x"
+    for i in range(layers):
+        weights += [weight(f"weight{i}", 4, 4, 3, 3), weight(f"bias{i}", 4)]
+        nodes.append(node(kind, [current, f"weight{i}", f"bias{i}"], [f"conv{i}"], name=f"conv{i}", pads=[1] * 4))
+        nodes.append(node(between, [f"conv{i}"], [f"out{i}"], name=f"between{i}"))
+        current = f"out{i}"
+        if i % 2:
+            nodes.append(node("Add", [f"out{i}", f"out{i - 1}"], [f"sum{i}"], name=f"sum{i}"))
+            current = f"sum{i}"
+    nodes.append(node("Identity", [current], ["y"]))
+    return model(nodes, [value("x", [None, 4, 5, 5])], [value("y", [None] * 4)], initializers=weights)
+
+
+def recurrent(layers: int = 4, kind: str = "LSTM") -> onnx.ModelProto:
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
+    nodes, weights, current = [], [numpy_helper.from_array(np.array([1]), "axis")], "x"
+    for i in range(layers):
+        weights += [weight(f"weight{i}", 1, gates * 4, 4), weight(f"recurrence{i}", 1, gates * 4, 4)]
+        weights.append(weight(f"bias{i}", 1, gates * 8))
+        inputs = [current, f"weight{i}", f"recurrence{i}", f"bias{i}"]
+        nodes.append(node(kind, inputs, [f"all{i}"], name=f"rnn{i}", hidden_size=4))
+        nodes.append(node("Squeeze", [f"all{i}", "axis"], [f"out{i}"], name=f"squeeze{i}"))
+        current = f"out{i}"
+    nodes.append(node("Identity", [current], ["y"]))
+    return model(nodes, [value("x", [None, 2, 4])], [value("y", [None] * 3)], initializers=weights)
+
+
+def optimized(layers: int = 4) -> onnx.ModelProto:
+    """What an optimizer leaves: no small vectors, and no shapes of values."""
+    made = stack(layers)
+    for i in range(layers):
+        made.graph.node[3 * i].op_type, made.graph.node[3 * i].input[1] = "Add", made.graph.node[3 * i].input[0]
+    return made
+
+
+EXTENDED, NONE = "ORT_ENABLE_EXTENDED", "ORT_DISABLE_ALL"
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "level", "known"),
+    [
+        (images(), (2, 4, 5, 5), EXTENDED, {"at_most_extended": True}),
+        (images(between="LeakyRelu"), (0, 4, 5, 5), EXTENDED, {"at_most_extended": True}),
+        (images(kind="ConvTranspose"), (2, 4, 5, 5), EXTENDED, {"at_most_extended": True}),
+        (images(between="Tanh"), (2, 4, 5, 5), NONE, {"is_optimized": True}),
+        (recurrent(), (3, 2, 4), EXTENDED, {}),
+        (recurrent(kind="GRU"), (3, 2, 4), "ORT_ENABLE_ALL", {}),
+        (recurrent(kind="RNN"), (3, 2, 4), NONE, {}),
+        (optimized(), (3, WIDTH), NONE, {"is_optimized": True}),
+        (optimized(), (0, WIDTH), NONE, {"is_optimized": True}),
+    ],
+    ids=["conv", "no images", "transposed", "optimized conv", "lstm", "gru", "rnn", "optimized", "no rows"],
+)
+def test_each_large_weight_of_other_operators_can_be_announced(
+    made: onnx.ModelProto, shape: tuple[int, ...], level: str, known: dict[str, bool]
+) -> None:
+    expected, ticked, binding = run(made, level, shape), [], Binding()
+    paces = paces_of(made, **known)
+    assert set(paces) == {f"weight{i}" for i in range(4)}
+    install_clock(made, {f"weight{i}": lambda i=i: ticked.append(i) for i in range(4)}, binding, None, paces)
+    onnx.checker.check_model(stripped(made))
+    assert run(made, level, shape) == expected
+    assert ticked == [0, 1, 2, 3]
+    binding.close()
+
+
+def stripped(made: onnx.ModelProto) -> onnx.ModelProto:
+    """With graph inputs in place of the kernels, which onnx does not know."""
+    plain = onnx.ModelProto()
+    plain.CopyFrom(made)
+    kernels = [n for n in plain.graph.node if n.domain == "ai.rt"]
+    for kernel in kernels:
+        plain.graph.node.remove(kernel)
+        plain.graph.input.append(helper.make_tensor_value_info(kernel.output[0], onnx.TensorProto.INT64, [None]))
+    return plain
+
+
+def test_an_announcement_that_raises_stops_the_run() -> None:
+    def refuse() -> None:
+        raise MemoryError("no more")
+
+    made, binding = images(), Binding()
+    install_clock(made, {"weight2": refuse}, binding, None, paces_of(made, at_most_extended=True))
+    with pytest.raises(Exception, match="ort_delayed guard of the shape of 'weight2', which paces the run"):
+        run(made, EXTENDED, (2, 4, 5, 5))
+    binding.close()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        images(between="Pad"),
+        images(between="Transpose"),
+        images(between="DequantizeLinear"),
+        images(between="Squeeze"),
+        images(between="SomethingElse"),
+    ],
+    ids=lambda made: made.graph.node[1].op_type,
+)
+def test_what_optimizers_may_take_into_a_convolution_is_not_parted_from_it(made: onnx.ModelProto) -> None:
+    # The first takes the graph's input, every third a sum.
+    assert set(paces_of(made, at_most_extended=True)) == {"weight0", "weight2"}
+
+
+def test_convolutions_are_not_paced_where_their_layout_changes() -> None:
+    assert paces_of(images()) == {}
+
+
+def test_no_operator_set_without_a_reshape_to_an_input_is_paced() -> None:
+    made = stack()
+    next(o for o in made.opset_import if not o.domain).version = 6
+    assert paces_of(made) == {}
+    assert paces_of(made, is_optimized=True) == {}
+
+
+def test_what_is_no_tensor_is_not_paced() -> None:
+    made = optimized()
+    element = onnx.TypeProto(optional_type=onnx.TypeProto.Optional(elem_type=made.graph.input[0].type))
+    made.graph.value_info.append(onnx.ValueInfoProto(name="sum1", type=element))
+    assert set(paces_of(made, is_optimized=True)) == {"weight0", "weight2", "weight3"}
 
 
 def graph_with(nodes: list[onnx.NodeProto], *weights: onnx.TensorProto, **settings: Any) -> onnx.GraphProto:
