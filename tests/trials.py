@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -34,10 +35,13 @@ from onnx.reference import ReferenceEvaluator
 import ort_delayed
 import ort_delayed.ops
 from ort_delayed.checking import check_weights
+from ort_delayed.clock import install_clock
 from ort_delayed.inspecting import inspect_weights
 from ort_delayed.loader.external_data import has_external_data
 from ort_delayed.loader.onnx_files import iter_initializers
 from ort_delayed.loader.safetensors_files import read_shard
+from ort_delayed.ops.kernel import Binding
+from ort_delayed.pacing import possible_paces, possible_ticks
 from ort_delayed.planning import plan_session
 
 __all__ = ["TRIALS", "is_documented", "tried"]
@@ -234,6 +238,21 @@ def every_way(path: Path) -> Mapping[str, str]:
         outputs: list[Any] = ReferenceEvaluator(inlined, new_ops=[op]).run(None, feeds)
         return outputs
 
+    def announced(model: str, options: onnxruntime.SessionOptions, *, is_optimized: bool) -> list[Any]:
+        """With a tick before every weight that may have one."""
+        made, binding, called = onnx.load(model), Binding(), []
+        paces = possible_paces(made, {t.name for t in made.graph.initializer}, is_optimized=is_optimized)
+        names = sorted(possible_ticks(made.graph) | set(paces))
+        install_clock(made, {n: functools.partial(called.append, n) for n in names}, binding, None, paces)
+        ort_delayed.register_custom_ops(options)
+        outputs = run(onnxruntime.InferenceSession(made.SerializeToString(), options, enable_fallback=0))
+        binding.close()
+        # Optimizers leave out a node whose result nobody takes.
+        assert len(called) == len(set(called))
+        announcements.append(len(called))
+        return outputs
+
+    announcements: list[int] = []
     same_kernels: dict[str, dict[str, list[Any]]] = {
         "default": {
             "plain": plain(str(path), _single_threaded()),
@@ -241,10 +260,12 @@ def every_way(path: Path) -> Mapping[str, str]:
             "packed": ours(names["packed"], _single_threaded()),
             "packed, plain": plain(names["packed"], _single_threaded(optimised=False)),
             "packed, budget": ours(names["packed"], _single_threaded(), ram_budget=_BUDGET),
+            "packed, announced": announced(names["packed"], _single_threaded(optimised=False), is_optimized=True),
         },
         "not prepacked": {
             "plain, not prepacked": plain(str(path), _single_threaded(prepacked=False)),
             "budget": ours(str(path), _single_threaded(), ram_budget=_BUDGET),
+            "announced": announced(str(path), _single_threaded(prepacked=False), is_optimized=False),
         },
         "unoptimised": {
             "plain, unoptimised": plain(str(path), _unoptimised()),
@@ -263,7 +284,9 @@ def every_way(path: Path) -> Mapping[str, str]:
         assert _close(next(iter(outputs.values())), first), (
             f"{of!r} is not close to default onnxruntime:\n{outputs}\n{first}"
         )
-    return {name: "done" for outputs in same_kernels.values() for name in outputs}
+    return {name: "done" for outputs in same_kernels.values() for name in outputs} | {
+        "announcements": str(sum(announcements))
+    }
 
 
 def _close(left: list[Any], right: list[Any]) -> bool:
