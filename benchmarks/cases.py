@@ -245,9 +245,10 @@ def normal() -> Plan:
 
 def kinds() -> Plan:
     """Weights of other kinds than float32 matrices."""
-    # Optimizing writes each of these once more: as float32, and in the order that Conv reads.
-    in_float32 = replace(INSTALL, budget=Limit(weights=3, group=2, mib=16))
-    in_order = replace(INSTALL, budget=Limit(weights=2, group=2, mib=16))
+    # Optimizing makes new weights beside what is installed, which plain onnxruntime's peak shows: as float32, up to 2.4
+    # times as much, and in the order that Conv reads, the old and the new at once.
+    in_float32 = replace(INSTALL, budget=Limit(weights=4, mib=16))
+    in_order = replace(INSTALL, budget=Limit(weights=3, group=2, mib=16))
     ways = (PLAIN, UNPACKED, FILE, CPU, INSTALL, budget(50), PACKED, packed(50), *FLOORS)
     return Plan(
         cases=(
