@@ -154,7 +154,9 @@ def _prepared(
     leaves_out = replaced > budget.max_bytes // 16 and packed is None
     large = {initializers[name] for name in mapped}
     by_weight = possible_paces(model, large, is_optimized=packed is not None, at_most_extended=leaves_out)
-    paces = {name: by_weight[weight] for name, weight in initializers.items() if weight in by_weight}
+    # Of a weight that was packed into several buffers the first that is read: one node can wait for one tick.
+    first = {initializers[use.weight]: use.weight for use in reversed(uses) if use.weight in initializers}
+    paces = {first[weight]: pace for weight, pace in by_weight.items() if weight in first}
     groups = cut_into_groups(uses, mapped, possible, paces, least_bytes=least_bytes, most_bytes=most_bytes)
     ticks = {tick: lambda number=number: on_tick(number) for number, (tick, _) in enumerate(groups) if tick is not None}
     install_clock(model, ticks, binding, external_directory, paces)

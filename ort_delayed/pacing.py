@@ -6,9 +6,10 @@ quantisation scale, axes, shapes), a delayed node would change what it does, and
 result. Scales and biases of norms, and vectors that are added or multiplied, are taken as any value by all fusions.
 
 Where a stretch of large weights has no such small weight, one of the large ones is paced: it goes to its node through a
-Reshape to its own shape, and that shape is what is delivered. ONNX Runtime's Reshape copies nothing. Where the weight
-must stay a constant (it is packed, or an optimizer may fold something into it), what it is applied to goes through the
-Reshape instead. Its shape is known only in a run: a zero is delivered, and added to it.
+Reshape to its own shape, and that shape is what is delivered. ONNX Runtime's Reshape copies nothing. In a packed model
+the weight must stay a constant, so what it is applied to goes through the Reshape instead. Its shape is known only in a
+run: a zero is delivered, and added to it. Where optimizers come that would not do: the shapes of all that follows are
+no longer known, and fusions that ask for them are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import onnx
 
 from ort_delayed.graphs import bodies, captured_names
 from ort_delayed.loader.element_types import element_type_from_onnx
+from ort_delayed.use_order import execution_order
 
 __all__ = ["Pace", "default_opset", "possible_paces", "possible_ticks"]
 
@@ -38,9 +40,9 @@ _LEAST_OPSET = 7
 # Their weight, the second input, may as well come through a Reshape.
 _TAKE_RESHAPED = {"MatMul", "Gemm", "LSTM", "GRU", "RNN"}
 _CONVOLUTIONS = {"Conv", "ConvTranspose"}
-# No optimizer looks from a convolution to these before it. (Pad, Transpose, DequantizeLinear, Reshape are no such.)
-_NOT_FUSED_WITH_CONV = {"Add", "AveragePool", "Clip", "Concat", "Conv", "Elu", "HardSwish", "LeakyRelu", "MaxPool"}
-_NOT_FUSED_WITH_CONV |= {"Mul", "PRelu", "Relu", "Sigmoid", "Softplus", "Tanh"}
+# Behind the product of a constant weight this is folded into the weight, behind a convolution those are.
+_FOLDED_INTO_WEIGHTS = {"BatchNormalization"}
+_FOLDED_INTO_KERNELS = {"BatchNormalization", *_ELEMENTWISE}
 
 
 def possible_ticks(graph: onnx.GraphProto) -> set[str]:
@@ -95,45 +97,69 @@ def possible_paces(
     unknown = {v.name for v in (*graph.input, *graph.output)} | {a.tensor_name for a in graph.quantization_annotation}
     unknown.update(name for node in graph.node for body in bodies(node) for name in captured_names(body))
     uses = Counter(name for node in graph.node for name in node.input)
-    activations = _Activations(graph, opset)
+    values = _Values(model, opset)
     paces: dict[str, Pace] = {}
     for index, node in enumerate(graph.node):
         place, name = next(((p, n) for p, n in enumerate(node.input) if n in possible), (0, ""))
         if not name or name in unknown or uses[name] > 1:
             continue
-        tensor, found = possible[name], None
         if is_optimized:
-            found = activations.of(index)
-        elif place == 1 and node.domain in _DEFAULT_DOMAINS and node.op_type in _TAKE_RESHAPED:
+            found = values.last_of(index)
+            if found is not None:
+                paces[name] = found
+        elif place == 1 and _takes_reshaped(node, possible[name], values, at_most_extended=at_most_extended):
+            tensor = possible[name]
             value_type = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-            found = Pace(name, value_type, tuple(tensor.dims), index, place)
-        elif place == 1 and node.domain in _DEFAULT_DOMAINS and node.op_type in _CONVOLUTIONS and at_most_extended:
-            found = activations.of(index, behind=_NOT_FUSED_WITH_CONV)
-        if found is not None:
-            paces[name] = found
+            paces[name] = Pace(name, value_type, tuple(tensor.dims), index, place)
     return paces
 
 
-class _Activations:
-    """What the nodes of a graph apply weights to."""
+def _takes_reshaped(node: onnx.NodeProto, weight: onnx.TensorProto, values: _Values, *, at_most_extended: bool) -> bool:
+    """Whether a node computes the same, and optimizers do the same to it, where its weight is no constant."""
+    if node.domain not in _DEFAULT_DOMAINS:
+        return False
+    if node.op_type in _TAKE_RESHAPED:
+        return not values.is_taken_by(node, _FOLDED_INTO_WEIGHTS)
+    is_plain = node.op_type in _CONVOLUTIONS and weight.data_type == onnx.TensorProto.FLOAT
+    return is_plain and at_most_extended and not values.is_taken_by(node, _FOLDED_INTO_KERNELS)
 
-    def __init__(self, graph: onnx.GraphProto, opset: int) -> None:
+
+class _Values:
+    """Who yields the values of a graph, and who takes them."""
+
+    def __init__(self, model: onnx.ModelProto, opset: int) -> None:
+        graph = model.graph
         self._graph = graph
         self._opset = opset
+        self._functions = {(f.domain, f.name) for f in model.functions}
         self._types = {v.name: v.type for v in (*graph.input, *graph.value_info, *graph.output)}
-        self._producers = {name: node.op_type for node in graph.node for name in node.output}
         self._constants = {tensor.name for tensor in graph.initializer}
         self._constants.update(name for node in graph.node if node.op_type == "Constant" for name in node.output)
+        ranks = {index: rank for rank, index in enumerate(execution_order(graph.node))}
+        self._computed = {name: ranks[i] for i, node in enumerate(graph.node) for name in node.output}
+        self._consumers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._consumers.setdefault(name, []).append(node)
 
-    def of(self, index: int, *, behind: Collection[str] | None = None) -> Pace | None:
-        """How the first input of a node that is no constant may be paced; None where it is known to be no tensor.
+    def is_taken_by(self, node: onnx.NodeProto, op_types: Collection[str]) -> bool:
+        """Whether one of these operators takes what a node yields, with nothing else but constants."""
+        return any(
+            consumer.op_type in op_types
+            and all(name in self._constants or name in node.output for name in consumer.input)
+            for name in node.output
+            for consumer in self._consumers.get(name, ())
+        )
 
-        ``behind``: the operators that may yield it; any where None.
-        """
+    def last_of(self, index: int) -> Pace | None:
+        """How the input of a node that is computed last may be paced; None where it may be no tensor."""
         node = self._graph.node[index]
-        place, name = next(((p, n) for p, n in enumerate(node.input) if n and n not in self._constants), (0, ""))
-        if not name or (behind is not None and self._producers.get(name) not in (*behind, None)):
+        places = [p for p, n in enumerate(node.input) if n and n not in self._constants]
+        if not places or (node.domain, node.op_type) in self._functions:
             return None
+        # Earlier, all that yields the other inputs would run between the tick and the node.
+        place = max(places, key=lambda p: self._computed.get(node.input[p], -1))
+        name = node.input[place]
         value_type = self._types.get(name)
         is_tensor = self._must_be_tensor(node, place) if value_type is None else value_type.HasField("tensor_type")
         return Pace(name, value_type, None, index, place) if is_tensor else None

@@ -116,6 +116,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             super().set_providers(providers, provider_options)
             self._forget_bytes()
 
+    def _create_inference_session(self, providers: Any, provider_options: Any, disabled_optimizers: Any = None) -> None:
+        # onnxruntime's set_providers does not hand on what its constructor was given.
+        if disabled_optimizers is None and self._budget is not None:
+            disabled_optimizers = self._budget.session_arguments(None, {}).get("disabled_optimizers")
+        super()._create_inference_session(providers, provider_options, disabled_optimizers)
+
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What stays in memory and what streams, printable; None without a budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import ort_delayed
 from ort_delayed.clock import install_clock
 from ort_delayed.ops.kernel import Binding
 from ort_delayed.pacing import Pace, possible_paces, possible_ticks
+from ort_delayed.use_order import order_of_use
 
 WIDTH = 16
 
@@ -174,20 +176,93 @@ def test_an_announcement_that_raises_stops_the_run() -> None:
     binding.close()
 
 
+def folded(op_type: str, *constants: onnx.TensorProto, kind: str = "Conv") -> onnx.ModelProto:
+    """A product of a constant weight, and what is folded into the weight."""
+    names = [c.name for c in constants]
+    big, shape = (weight("big", 4, 4, 3, 3), [None, 4, 5, 5]) if kind == "Conv" else (weight("big", 4, 4), [None, 4])
+    nodes = [node(kind, ["x", "big"], ["product"]), node(op_type, ["product", *names], ["y"])]
+    return model(nodes, [value("x", shape)], [value("y", [None] * len(shape))], initializers=[big, *constants])
+
+
+NORM = [numpy_helper.from_array(np.full(4, 0.5, np.float32), name) for name in ("scale", "shift", "mean", "variance")]
+
+
 @pytest.mark.parametrize(
     "made",
     [
-        images(between="Pad"),
-        images(between="Transpose"),
-        images(between="DequantizeLinear"),
-        images(between="Squeeze"),
-        images(between="SomethingElse"),
+        folded("BatchNormalization", *NORM),
+        folded("Add", weight("constant", 4, 1, 1)),
+        folded("Mul", weight("constant", 4, 1, 1)),
+        folded("BatchNormalization", *NORM, kind="MatMul"),
     ],
-    ids=lambda made: made.graph.node[1].op_type,
+    ids=["conv norm", "conv add", "conv mul", "product norm"],
 )
-def test_what_optimizers_may_take_into_a_convolution_is_not_parted_from_it(made: onnx.ModelProto) -> None:
-    # The first takes the graph's input, every third a sum.
-    assert set(paces_of(made, at_most_extended=True)) == {"weight0", "weight2"}
+def test_weights_that_optimizers_fold_something_into_stay_constants(made: onnx.ModelProto) -> None:
+    assert paces_of(made, at_most_extended=True) == {}
+    assert "big" in paces_of(made, is_optimized=True)
+
+
+def test_convolutions_of_other_types_stay_as_they_are() -> None:
+    made = images()
+    for tensor in made.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    assert paces_of(made, at_most_extended=True) == {}
+
+
+def test_what_follows_a_convolution_keeps_its_shapes_and_with_them_its_fusions() -> None:
+    """MatMul and Add become a Gemm only where the rank of what comes in is known."""
+    made = images()
+    made.graph.node.pop()
+    made.graph.initializer.extend([weight("fc", 4, 8), weight("b", 8)])
+    last = made.graph.node[-1].output[0]
+    made.graph.node.append(node("ReduceMean", [last], ["m"], axes=[2, 3], keepdims=0))
+    made.graph.node.extend([node("MatMul", ["m", "fc"], ["p"]), node("Add", ["p", "b"], ["y"])])
+    made.graph.output[0].CopyFrom(value("y", [None, 8]))
+    expected, binding = run(made, EXTENDED, (2, 4, 5, 5)), Binding()
+    paces = {name: p for name, p in paces_of(made, at_most_extended=True).items() if name != "fc"}
+    install_clock(made, dict.fromkeys(paces, lambda: None), binding, None, paces)
+    assert len(paces) == 4
+    assert run(made, EXTENDED, (2, 4, 5, 5)) == expected
+    binding.close()
+
+
+def test_what_is_computed_last_is_what_waits() -> None:
+    """An encoder yields the first state of an LSTM that stands on another input; and a shortcut listed first."""
+    nodes, weights, current = [], [weight("W", 1, 16, 4), weight("R", 1, 16, 4)], "s"
+    for i in range(3):
+        weights.append(weight(f"enc{i}", 4, 4))
+        nodes += [node("MatMul", [current, f"enc{i}"], [f"e{i}"]), node("Tanh", [f"e{i}"], [f"t{i}"])]
+        current = f"t{i}"
+    weights.append(numpy_helper.from_array(np.array([0]), "axis"))
+    nodes += [node("Unsqueeze", [current, "axis"], ["h"]), node("Tanh", ["x"], ["xt"])]
+    nodes.append(node("LSTM", ["xt", "W", "R", "", "", "h", "h"], ["y"], hidden_size=4))
+    nodes.insert(0, node("Slice", ["x", "zero", "one", "zero"], ["cut"]))
+    nodes.insert(1, node("Squeeze", ["cut", "axis"], ["s"]))
+    weights += [numpy_helper.from_array(np.array([i]), n) for i, n in enumerate(("zero", "one"))]
+    recurrent_last = model(nodes, [value("x", [3, 2, 4])], [value("y", None)], initializers=weights)
+    nodes = [node("Conv", ["x", "shortcut"], ["s"], pads=[1] * 4), node("Conv", ["x", "first"], ["a"], pads=[1] * 4)]
+    nodes += [node("Relu", ["a"], ["r"])]
+    second = node("FusedConv", ["r", "second", "bias", "s"], ["y"], activation="Relu", pads=[1] * 4)
+    second.domain = "com.microsoft"
+    weights = [weight(name, 4, 4, 3, 3) for name in ("shortcut", "first", "second")] + [weight("bias", 4)]
+    residual = model([*nodes, second], [value("x", [None, 4, 5, 5])], [value("y", None)], initializers=weights)
+    residual.opset_import.add(domain="com.microsoft", version=1)
+    for made, shape in ((recurrent_last, (3, 2, 4)), (residual, (2, 4, 5, 5))):
+        expected, ticked, binding = run(made, NONE, shape), [], Binding()
+        paces = paces_of(made, is_optimized=True)
+        order = [use.weight for use in order_of_use(made.graph) if use.weight in paces]
+        install_clock(made, {n: functools.partial(ticked.append, n) for n in paces}, binding, None, paces)
+        assert run(made, NONE, shape) == expected
+        assert ticked == order
+        assert len(order) >= 3
+        binding.close()
+
+
+def test_calls_of_functions_are_not_paced() -> None:
+    made = optimized()
+    made.functions.add(domain="local", name="F", input=["a", "b"], output=["c"])
+    made.graph.node[1].domain, made.graph.node[1].op_type = "local", "F"
+    assert set(paces_of(made, is_optimized=True)) == {"weight1", "weight2", "weight3"}
 
 
 def test_convolutions_are_not_paced_where_their_layout_changes() -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from budget_models import MIB
 from kind_models import convolutional, int8, lstm
 
 import ort_delayed
+from ort_delayed import budgeted_source
+from ort_delayed.pager import Pager
 
 BUDGET = 36 * MIB
 
@@ -74,3 +77,35 @@ def test_weights_stream_from_tick_to_tick_and_not_page_by_page(kind: str, packed
     assert report.last_run.ticks == len(plan.groups) - 1 >= 2
     assert report.last_run.dropped_bytes > 0
     assert report.peak_bytes <= BUDGET
+
+
+def test_a_weight_of_several_buffers_is_announced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention packs what makes queries, keys and values into a buffer each; a node can wait for one tick only."""
+    ticked: list[int] = []
+    tick = Pager.tick
+    monkeypatch.setattr(Pager, "tick", lambda self, group: ticked.append(group) or tick(self, group))
+    monkeypatch.setattr(budgeted_source, "sizes_of_groups", lambda budget, mapped: (1, 0))
+    rng, side = np.random.default_rng(0), 128
+    nodes, weights, current = [], [], "x"
+    for i in range(3):
+        weights.append(onnx.numpy_helper.from_array(rng.standard_normal((side, 3 * side)).astype(np.float32), f"w{i}"))
+        weights.append(onnx.numpy_helper.from_array(rng.standard_normal(3 * side).astype(np.float32), f"b{i}"))
+        inputs, output = [current, f"w{i}", f"b{i}"], f"a{i}" if i < 2 else "y"
+        nodes.append(onnx.helper.make_node("Attention", inputs, [output], domain="com.microsoft", num_heads=4))
+        current = output
+    ends = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [None, None, side]) for n in "xy"]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
+    made = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    onnx.save_model(made, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin")
+    ort_delayed.pack_model(tmp_path / "m.onnx", tmp_path / "packed.onnx")
+    feeds = {"x": rng.standard_normal((1, 4, side)).astype(np.float32)}
+    session = ort_delayed.InferenceSession(tmp_path / "packed.onnx", ram_budget=256 * MIB)
+    assert session.memory_plan is not None
+    assert len(session.memory_plan.weights) == 9
+    ticked.clear()
+    result = session.run(None, feeds)[0]
+    assert ticked == list(range(1, len(session.memory_plan.groups)))
+    assert len(ticked) >= 2
+    expected = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, feeds)[0]
+    assert result.tobytes() == expected.tobytes()
