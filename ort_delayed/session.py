@@ -96,11 +96,17 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         # Not at exit: there runs are waited for first (run_threads), and the process takes the rest with it.
         weakref.finalize(self, self._threads.close).atexit = False
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
-        with self._bound(options) as model:
+        try:
+            with self._bound(options) as model:
+                if self._budget is not None:
+                    kwargs = self._budget.session_arguments(providers, kwargs)
+                super().__init__(model, options, providers, provider_options, **kwargs)
+                self._forget_bytes()
+        except BaseException:
+            # Whoever holds the error holds this session, which must not count as one beside others.
             if self._budget is not None:
-                kwargs = self._budget.session_arguments(providers, kwargs)
-            super().__init__(model, options, providers, provider_options, **kwargs)
-            self._forget_bytes()
+                self._budget.close()
+            raise
         if self._binding is not None and not isinstance(path_or_bytes, bytes):
             self._source = os.path.abspath(path_or_bytes)  # set_providers reads it again, from wherever that is called
 

@@ -879,3 +879,21 @@ def test_a_data_file_that_is_cut_is_refused_with_its_name_and_a_tensors(chain: s
         ValueError, match=rf"{location}' has {20 * MIB} bytes and must have at least .* cut off, such as"
     ):
         session_of(str(model))
+
+
+HELD = """
+import ort_delayed
+from budget_models import *
+from ort_delayed import memory_use
+try:
+    ort_delayed.InferenceSession(sys.argv[1], ram_budget=MIB)
+except ort_delayed.RamBudgetExceeded as error:
+    held = error
+assert all(not use._peaks for use in memory_use._all_uses)
+session = ort_delayed.InferenceSession(sys.argv[1], ram_budget=40 * MIB)
+session.run(None, feed(sys.argv[1]))
+"""
+
+
+def test_a_refused_session_whose_error_is_held_is_not_beside_others(chain: str) -> None:
+    run_snippet(HELD, chain)
