@@ -227,7 +227,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
             # Its cause is what the operating system said; onnxruntime's exception stays its context, without the
             # frames of our thread, which would keep session and feeds alive as long as the error.
             failed.__traceback__ = None
-            raise error  # noqa: B904
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
         finally:
             self._binding.trim()
 

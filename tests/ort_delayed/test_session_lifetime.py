@@ -25,6 +25,7 @@ import gc, os, sys
 import numpy as np
 import onnxruntime, ort_delayed
 from delayed_models import delayed, model, node, save, value, write
+from ort_delayed.loader.platform import release_free_memory
 from pathlib import Path
 directory, how = Path(sys.argv[1]), sys.argv[2]
 SIZE = 512  # 1 MiB a weight
@@ -56,6 +57,7 @@ def use():
 
 def state():
     gc.collect()
+    release_free_memory()
     if how == "async":
         import time
         time.sleep(0.5)
@@ -207,3 +209,42 @@ def test_a_threads_end_is_waited_for(tmp_path: Path, weight: np.ndarray, x: np.n
     del session
     gc.collect()
     assert len(list(Path("/proc/self/task").iterdir())) < tasks
+
+
+GOES_AT_ONCE = """
+import gc, sys, weakref
+import numpy as np
+import onnxruntime, ort_delayed
+from delayed_models import delayed, model, node, save, value, write
+from pathlib import Path
+onnxruntime.set_default_logger_severity(4)
+directory = Path(sys.argv[1])
+write(directory / "w.bin", np.eye(8, dtype=np.float32))
+path = save(
+    directory / "m.onnx",
+    model([delayed("w", [8, 8]), node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 8])], [value("y", [1, 8])]),
+)
+sessions, feeds = [], []
+
+def use():
+    session = ort_delayed.InferenceSession(path)
+    x = np.ones((1, 8), np.float32)
+    sessions.append(weakref.ref(session))
+    feeds.append(weakref.ref(x))
+    (directory / "w.bin").unlink(missing_ok=True)
+    session.run(None, {"x": x})
+
+gc.collect()
+gc.disable()
+try:
+    use()
+except FileNotFoundError:
+    pass
+else:
+    raise SystemExit("it ran")
+assert sessions[0]() is None and feeds[0]() is None
+"""
+
+
+def test_a_session_whose_run_failed_goes_at_once_and_not_with_the_garbage(tmp_path: Path) -> None:
+    run_snippet(GOES_AT_ONCE, tmp_path)
