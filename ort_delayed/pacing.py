@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx
 
@@ -135,12 +136,16 @@ class _Values:
         self._types = {v.name: v.type for v in (*graph.input, *graph.value_info, *graph.output)}
         self._constants = {tensor.name for tensor in graph.initializer}
         self._constants.update(name for node in graph.node if node.op_type == "Constant" for name in node.output)
-        ranks = {index: rank for rank, index in enumerate(execution_order(graph.node))}
-        self._computed = {name: ranks[i] for i, node in enumerate(graph.node) for name in node.output}
         self._consumers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
                 self._consumers.setdefault(name, []).append(node)
+
+    @cached_property
+    def _computed(self) -> dict[str, int]:
+        """When each value is computed; only packed models ask."""
+        order = execution_order(self._graph.node)
+        return {name: when for when, index in enumerate(order) for name in self._graph.node[index].output}
 
     def is_taken_by(self, node: onnx.NodeProto, op_types: Collection[str]) -> bool:
         """Whether one of these operators takes what a node yields, with nothing else but constants."""
